@@ -1,0 +1,43 @@
+// Joins the parts of queries whose keys were split over several CTAs: out = sum_i exp(lse_i - lse) out_i.
+#pragma once
+
+#include "params.h"
+#include "plan.h"
+#include "sm90/math.cuh"
+#include "sm90/matrix_copy.cuh"
+
+namespace dsa::sparse_mla_fwd {
+
+inline constexpr int kCombineThreads = 128;  // one (query, head) row; four columns a thread
+
+inline __global__ void __launch_bounds__(kCombineThreads)
+    combine_kernel(const __grid_constant__ Params p) {
+  const int64_t row = blockIdx.x;
+  const int column = threadIdx.x * 4;
+
+  float top = -INFINITY;
+  for (int i = 0; i < p.splits; ++i) top = fmaxf(top, p.partial_lse[i * p.rows + row]);
+  const float base = top == -INFINITY ? 0.f : top;
+  float sum = 0.f;
+  float4 out = {0.f, 0.f, 0.f, 0.f};
+  for (int i = 0; i < p.splits; ++i) {
+    const float weight = sm90::exp2_fast((p.partial_lse[i * p.rows + row] - base) * sm90::kLog2E);
+    const float4 part = *reinterpret_cast<const float4*>(p.partial_out + (i * p.rows + row) * p.d_v + column);
+    sum += weight;
+    out.x += weight * part.x, out.y += weight * part.y, out.z += weight * part.z, out.w += weight * part.w;
+  }
+
+  float denominator = sum;
+  if (p.attn_sink != nullptr) {
+    const float sink = p.attn_sink[row % p.heads * p.attn_sink_stride];
+    denominator += sm90::exp2_fast((sink - base) * sm90::kLog2E);
+  }
+  const float scale = top == -INFINITY ? 0.f : 1.f / denominator;
+  const uint2 packed = {sm90::pack_bf16(out.x * scale, out.y * scale), sm90::pack_bf16(out.z * scale, out.w * scale)};
+  *reinterpret_cast<uint2*>(static_cast<char*>(p.out) + (row * p.d_v + column) * 2) = packed;
+  if (threadIdx.x == 0) {
+    p.lse[row] = top == -INFINITY ? -INFINITY : top + sm90::log2_fast(sum) * sm90::kLn2;
+  }
+}
+
+}  // namespace dsa::sparse_mla_fwd

@@ -1,0 +1,43 @@
+// The legal shapes of the sparse MLA forward kernel, and what each may use of an SM.
+#pragma once
+
+#include "plan.h"
+
+namespace dsa::sparse_mla_fwd {
+
+struct Config {
+  int d_qk, d_v;
+  int heads;   // in one CTA
+  int block_k; // keys in one tile
+  int stages;  // tiles in flight
+  int value_registers, score_registers;  // a thread, of the two roles
+};
+
+inline constexpr Config kConfigs[] = {
+    {576, 512, kBlockHeads, kBlockK, 3, 160, 184},
+    {512, 512, kBlockHeads, kBlockK, 3, 160, 184},
+};
+
+inline constexpr int kThreads = 384;  // two value warpgroups, one score warpgroup
+inline constexpr int kMaxSharedBytes = 227 * 1024;
+inline constexpr int kMaxRegisters = 3 * 168;  // three threads', one of each warpgroup, as the kernel starts
+
+// A tile keeps 64 columns beyond d_v, for the key columns that are no value and later for the probabilities.
+constexpr int tile_bytes(const Config& c) { return c.block_k * (c.d_v + 64) * 2; }
+// Key columns beyond d_v; the queries' part of them stays in shared memory.
+constexpr int tail_columns(const Config& c) { return c.d_qk - c.d_v; }
+constexpr int shared_bytes(const Config& c) {
+  const int rescales = 2 * c.stages * c.heads * 4, barriers = 6 * c.stages * 8;
+  return c.stages * tile_bytes(c) + c.heads * tail_columns(c) * 2 + rescales + barriers;
+}
+
+constexpr bool all_fit() {
+  for (const Config& c : kConfigs) {
+    if (shared_bytes(c) > kMaxSharedBytes) return false;
+    if (2 * c.value_registers + c.score_registers > kMaxRegisters) return false;
+  }
+  return true;
+}
+static_assert(all_fit(), "a config exceeds Hopper's shared memory or registers");
+
+}  // namespace dsa::sparse_mla_fwd

@@ -1,0 +1,51 @@
+// Chooses the configuration and launches.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "combine.cuh"
+#include "kernel.cuh"
+#include "params.h"
+#include "sm90/tensor_map.h"
+
+namespace dsa::sparse_mla_fwd {
+namespace {
+
+template <int kConfig>
+const char* launch_config(Params p, cudaStream_t stream) {
+  const int group_heads = p.heads / p.groups;
+  CUtensorMap q_map, out_map;
+  if (!encode_head_tensor(&q_map, {p.q, p.d_qk, group_heads, p.groups, p.seq_q, p.batch, p.q_stride_h,
+                                   group_heads * p.q_stride_h, p.q_stride_s, p.q_stride_b})) {
+    return "no tensor map for q";
+  }
+  const int64_t out_row = int64_t(p.heads) * p.d_v;
+  if (!encode_head_tensor(&out_map, {p.out, p.d_v, group_heads, p.groups, p.seq_q, p.batch, p.d_v,
+                                     int64_t(group_heads) * p.d_v, out_row, p.seq_q * out_row})) {
+    return "no tensor map for out";
+  }
+  const auto kernel = sparse_mla_fwd_kernel<kConfig>;
+  constexpr int kBytes = sizeof(SharedStorage<kConfigs[kConfig]>);
+  static_assert(kBytes <= kMaxSharedBytes);
+  const cudaError_t attribute = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (attribute != cudaSuccess) return cudaGetErrorString(attribute);
+  p.rows = int64_t(p.batch) * p.seq_q * p.heads;
+  p.items = p.batch * p.seq_q * p.groups * p.splits * ceil_div(group_heads, kBlockHeads);
+  p.scale_log2 = std::fmax(std::fabs(p.sm_scale), 1e-38f) * kLog2E;
+  p.negate_q = p.sm_scale < 0;
+  const int grid = std::min(p.items, p.num_sms);
+  kernel<<<grid, kThreads, kBytes, stream>>>(p, q_map, out_map);
+  if (p.splits > 1) combine_kernel<<<unsigned(p.rows), kCombineThreads, 0, stream>>>(p);
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace
+
+const char* launch(const Params& p, void* stream) {
+  const auto s = static_cast<cudaStream_t>(stream);
+  return p.d_qk == 576 ? launch_config<0>(p, s) : launch_config<1>(p, s);
+}
+
+}  // namespace dsa::sparse_mla_fwd

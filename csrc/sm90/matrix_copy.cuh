@@ -1,0 +1,40 @@
+// Moving 8x8 bf16 matrices between registers and shared memory in the 128-byte swizzle that wgmma and TMA read.
+#pragma once
+
+#include <cstdint>
+
+#include "mbarrier.cuh"
+
+namespace dsa::sm90 {
+
+inline constexpr int kSwizzleColumns = 64;  // bf16 columns of one 128-byte row of a chunk
+inline constexpr int kSwizzleRowBytes = 128;
+
+// Byte offset, within a chunk of rows of 64 bf16 columns, of the 16-byte piece `piece` (0..7) of `row`.
+__device__ __host__ __forceinline__ constexpr int swizzled_offset(int row, int piece) {
+  return row * kSwizzleRowBytes + ((piece ^ (row & 7)) << 4);
+}
+
+// ldmatrix.x4
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// stmatrix.x4
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// cvt.rn.bf16x2: `low` goes to the lower half
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace dsa::sm90

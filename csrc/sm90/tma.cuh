@@ -1,0 +1,46 @@
+// Tensor-map copies (TMA) of tiles of heads: [batch, position, group, head, column] bf16 tensors with free strides.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "mbarrier.cuh"
+
+namespace dsa::sm90 {
+
+// Where a tile starts, innermost coordinate first.
+struct HeadTile {
+  int column, head, group, position, batch;
+};
+
+// prefetch.tensormap
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// cp.async.bulk.tensor.5d, global to shared; heads outside the map arrive as zeros
+__device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, const HeadTile& at, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(at.column), "r"(at.head), "r"(at.group), "r"(at.position),
+      "r"(at.batch)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.5d, shared to global; heads outside the map are not written
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* shared, const HeadTile& at) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+               "r"(shared_address(shared)), "r"(at.column), "r"(at.head), "r"(at.group), "r"(at.position),
+               "r"(at.batch)
+               : "memory");
+}
+
+// cp.async.bulk.commit_group
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// cp.async.bulk.wait_group.read: shared memory of this thread's stores may be overwritten
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+}  // namespace dsa::sm90

@@ -1,0 +1,83 @@
+// The one door to torch: LibTorch's stable ABI, argument checks and the current stream.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+// Only CUDA builds of torch have this function. A strong reference would keep the library from loading on a CPU torch.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+
+// Fails with the text that the arguments after the condition make when written one after another. (STD_TORCH_CHECK
+// would put this file's path in front.)
+#define DSA_CHECK(condition, ...)                                         \
+  do {                                                                    \
+    if (__builtin_expect(!(condition), 0)) ::dsa::detail::fail(__VA_ARGS__); \
+  } while (false)
+
+namespace dsa {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
+
+namespace detail {
+
+template <class... Parts>
+[[noreturn, gnu::noinline, gnu::cold]] void fail(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+}  // namespace detail
+
+// One dimension of an expected shape: its letter, and its size unless any will do.
+struct Dim {
+  const char* letter;
+  int64_t size = kAny;
+
+  static constexpr int64_t kAny = -1;
+};
+
+// "int64 [1, 4096, 2048]"
+std::string describe(const Tensor& tensor);
+// "cuda:0"
+std::string describe_device(const Tensor& tensor);
+
+// Checks dtype, rank and sizes. `op` is the qualified name of the operator, `name` that of the argument.
+void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType dtype,
+                  std::initializer_list<Dim> dims);
+
+// Checks that every row of the last dimension is dense and starts 16-byte aligned.
+void check_rows_aligned(const char* op, const char* name, const Tensor& tensor);
+
+// Checks that the last dimension is dense.
+void check_last_stride(const char* op, const char* name, const Tensor& tensor);
+
+// Checks that `tensor` is on the device of `other`, which is the argument `other_name`.
+void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* other_name,
+                       const Tensor& other);
+
+// What the launchers need to know of the device; read once a device and kept for the life of the process.
+struct Device {
+  int capability;  // 90 for sm_90
+  int num_sms;
+};
+Device device_info(int index);
+
+// Uninitialised and contiguous.
+Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_index);
+
+// The current stream of torch on this device, a cudaStream_t.
+void* current_stream(int device_index);
+
+}  // namespace dsa

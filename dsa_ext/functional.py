@@ -1,0 +1,103 @@
+"""The public functions: typed and documented fronts of `torch.ops.dsa.*`."""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+
+@overload
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = ...,
+    d_v: int = ...,
+    causal: bool = ...,
+    q_start: int = ...,
+    kv_stride: int = ...,
+    topk_length: Tensor | None = ...,
+    attn_sink: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = ...,
+    d_v: int = ...,
+    causal: bool = ...,
+    q_start: int = ...,
+    kv_stride: int = ...,
+    topk_length: Tensor | None = ...,
+    attn_sink: Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    causal: bool = True,
+    q_start: int = 0,
+    kv_stride: int = 1,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each query to the keys that it lists: the sparse multi-query latent attention of DeepSeek-V3.2.
+
+    For query (b, s) and head h of group g, over its visible slots i with key k_i = kv[b, indices[b, s, g, i], g]::
+
+        lse = log(sum_i exp(sm_scale * q.k_i))
+        out = sum_i exp(sm_scale * q.k_i) * k_i[:d_v]  /  (exp(lse) + exp(attn_sink[h]))
+
+    A slot is visible when its id is in [0, S_kv), when the key is complete at the query's position (`causal`: id <=
+    (q_start + s + 1) // kv_stride - 1), and when it is one of the first topk_length[b, s]. All other slots are padding
+    wherever they stand, and the keys that they might name are never read. A query with no visible slot has out = 0,
+    lse = -inf and zero gradients. An id that is listed twice counts twice.
+
+    Args:
+        q: queries [B, S, H, D], bf16. On the CPU also fp32 and float64.
+        kv: the latent keys [B, S_kv, G, D], like q; the first `d_v` columns of a key are its value. The H heads of q
+            are split into G groups of H/G <= 128 consecutive heads.
+        indices: ids of the selected keys [B, S, G, K], int32, in any order.
+        sm_scale: factor on q.k; D**-0.5 by default.
+        d_v: columns of a value. (D, d_v) is (576, 512) or (512, 512).
+        causal: hide keys that are not complete at the query's position.
+        q_start: position of the first query, for a chunk of a longer sequence.
+        kv_stride: number of positions that one key stands for.
+        topk_length: number of leading slots in use [B, S], int32; all of them by default.
+        attn_sink: logit per head [H], fp32 (float64 beside float64 inputs), that takes a share of the probability and
+            adds no value. -inf is no sink.
+        return_lse: return lse as well.
+
+    Returns:
+        out [B, S, H, d_v] in the dtype of q; with `return_lse` also lse [B, S, H]: fp32, natural logarithm, without the
+        sink. Both are differentiable with respect to q, kv and attn_sink (once).
+
+    The forward is bitwise repeatable, never synchronises with the host, and may be captured in a CUDA graph. Gradients
+    come from a PyTorch reference on every device: exact, and much slower than the forward.
+
+    On CUDA the last dimension of q, kv and indices must have stride 1 and every row of q and kv must start 16-byte
+    aligned; all other strides are free.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when the tensors are on a GPU that is not sm_90, or the kernels were not built.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    out, lse = torch.ops.dsa.sparse_mla_fwd(
+        q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,165 @@
+"""torch.ops.dsa.sparse_mla_fwd: schema, checks, CPU and fake implementation, autograd, FLOP formula."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from dsa_ext import reference
+from dsa_ext.ops._checks import check_same_device, check_tensor, describe, fail
+from dsa_ext.ops._library import explain_missing_cuda, library
+
+_OP = "sparse_mla_fwd"
+_SHAPES = ((576, 512), (512, 512))
+_MAX_HEADS_PER_GROUP = 128
+#: The reference computes in fp32 or float64, so the CPU takes these too.
+_CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+library.define(
+    "sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, float? sm_scale=None, SymInt d_v=512, bool causal=True, "
+    "SymInt q_start=0, SymInt kv_stride=1, Tensor? topk_length=None, Tensor? attn_sink=None) -> "
+    "(Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+explain_missing_cuda(_OP)
+
+
+def _check(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float | None,
+    d_v: int,
+    q_start: int,
+    kv_stride: int,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+) -> None:
+    dtype = q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
+    check_tensor(_OP, "q", q, dtype, B=None, S=None, H=None, Dqk=None)
+    batch, seq, heads, d_qk = q.shape
+    check_tensor(_OP, "kv", kv, dtype, B=batch, S_kv=None, G=None, Dqk=d_qk)
+    groups = kv.shape[2]
+    check_tensor(_OP, "indices", indices, torch.int32, B=batch, S=seq, G=groups, K=None)
+    if topk_length is not None:
+        check_tensor(_OP, "topk_length", topk_length, torch.int32, B=batch, S=seq)
+    if attn_sink is not None:
+        check_tensor(_OP, "attn_sink", attn_sink, reference.sparse_mla.compute_dtype(q), H=heads)
+
+    if (d_qk, d_v) not in _SHAPES:
+        fail(_OP, f"(Dqk, d_v) must be (576, 512) or (512, 512), got ({d_qk}, {d_v})")
+    if groups < 1 or heads % groups != 0 or heads // groups > _MAX_HEADS_PER_GROUP:
+        expected = f"a multiple of kv's groups, at most {_MAX_HEADS_PER_GROUP} a group"
+        fail(_OP, f"q's heads must be {expected}, got {heads} heads and {groups} groups")
+    if indices.shape[3] < 1:
+        fail(_OP, f"indices must have at least one slot a row, got {describe(indices)}")
+    if sm_scale is not None and not abs(sm_scale) <= torch.finfo(torch.float32).max:
+        fail(_OP, f"sm_scale must be finite in fp32, got {sm_scale}")
+    if q_start < 0:
+        fail(_OP, f"q_start must be at least 0, got {q_start}")
+    if kv_stride < 1:
+        fail(_OP, f"kv_stride must be at least 1, got {kv_stride}")
+    check_same_device(_OP, "q", q, kv=kv, indices=indices, topk_length=topk_length, attn_sink=attn_sink)
+
+
+def _cpu(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    causal: bool = True,
+    q_start: int = 0,
+    kv_stride: int = 1,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _check(q, kv, indices, sm_scale, d_v, q_start, kv_stride, topk_length, attn_sink)
+    return reference.sparse_mla_fwd(q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink)
+
+
+def _fake(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    causal: bool = True,
+    q_start: int = 0,
+    kv_stride: int = 1,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _check(q, kv, indices, sm_scale, d_v, q_start, kv_stride, topk_length, attn_sink)
+    lse = q.new_empty(q.shape[:3], dtype=reference.sparse_mla.compute_dtype(q))
+    return q.new_empty(*q.shape[:3], d_v), lse
+
+
+class _Autograd(torch.autograd.Function):
+    """Saves the results of the forward; the gradients come from dsa::sparse_mla_bwd."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _below_autograd(keyset, *args)
+        q, kv, indices, sm_scale, _, causal, q_start, kv_stride, topk_length, attn_sink = args
+        ctx.save_for_backward(q, kv, indices, topk_length, attn_sink, out, lse)
+        ctx.options = (sm_scale, causal, q_start, kv_stride)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, kv, indices, topk_length, attn_sink, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dkv, d_sink = torch.ops.dsa.sparse_mla_bwd(
+            dout, q, kv, out, lse, indices, *ctx.options, topk_length, attn_sink, dlse
+        )
+        return None, dq, dkv, *(None,) * 7, None if attn_sink is None else d_sink
+
+
+def _below_autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        result: tuple[Tensor, Tensor] = torch.ops.dsa.sparse_mla_fwd.default.redispatch(
+            keyset & torch._C._after_autograd_keyset, *args
+        )
+    return result
+
+
+def _autograd(
+    keyset: torch._C.DispatchKeySet,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    causal: bool = True,
+    q_start: int = 0,
+    kv_stride: int = 1,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    args = (q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, kv, attn_sink):
+        result: tuple[Tensor, Tensor] = _Autograd.apply(keyset, *args)  # type: ignore[no-untyped-call]
+        return result
+    return _below_autograd(keyset, *args)
+
+
+library.impl(_OP, _cpu, "CPU")
+torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
+# torch.library.register_autograd does the same at more than twice the cost a call.
+library.impl(_OP, _autograd, "Autograd", with_keyset=True)
+
+
+@register_flop_formula(torch.ops.dsa.sparse_mla_fwd)
+def _flops(
+    q_shape: torch.Size, kv_shape: torch.Size, indices_shape: torch.Size, *args: Any, out_shape: Any, **kwargs: Any
+) -> int:
+    """Two matmuls over every listed slot, whether it takes part or not: the count must not depend on data."""
+    batch, seq, heads, d_qk = q_shape
+    d_v: int = out_shape[0][3]
+    return 2 * batch * seq * heads * indices_shape[3] * (d_qk + d_v)

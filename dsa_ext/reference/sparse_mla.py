@@ -1,0 +1,175 @@
+"""Sparse multi-query latent attention in plain PyTorch, forward and backward, on any device.
+
+Arithmetic is fp32, or float64 for float64 inputs. Queries are taken in chunks, so that the gathered keys and the scores
+of one chunk bound the memory: S=4096 queries with 2048 keys each need less than 1 GB next to the tensors themselves.
+
+Letters: B batch, S queries, H heads, G kv groups, K selected slots, D columns of a key (the first d_v are its value).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Elements that the temporaries of one chunk of queries may hold.
+_CHUNK_ELEMENTS = 2**26
+
+
+def visible_slots(
+    indices: Tensor, s_kv: int, causal: bool, q_start: int, kv_stride: int, topk_length: Tensor | None
+) -> Tensor:
+    """Which slots of `indices` [B, S, G, K] take part: bool of the same shape."""
+    seq, topk = indices.shape[1], indices.shape[3]
+    visible = (indices >= 0) & (indices < s_kv)
+    if causal:
+        position = q_start + torch.arange(seq, device=indices.device)
+        visible &= indices < ((position + 1) // kv_stride)[:, None, None]
+    if topk_length is not None:
+        visible &= torch.arange(topk, device=indices.device) < topk_length[:, :, None, None]
+    return visible
+
+
+@dataclass
+class Chunk:
+    """A run of queries with their keys gathered. Slots that do not take part hold zeros and point at row S_kv."""
+
+    queries: slice
+    q: Tensor  # [B, s, G, H/G, D]
+    keys: Tensor  # [B, s, G, K, D]
+    visible: Tensor  # [B, s, G, 1, K]
+    rows: Tensor  # [B, s, G, K], rows of kv flattened to [B * (S_kv + 1) * G, D]
+
+    def probabilities(self, lse: Tensor, sm_scale: float) -> Tensor:
+        """exp(score - lse) [B, s, G, H/G, K], 0 where nothing is visible."""
+        scores = self.scores(sm_scale)
+        return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+
+    def scores(self, sm_scale: float) -> Tensor:
+        scores = self.q @ self.keys.mT * sm_scale
+        return scores.masked_fill(~self.visible, -torch.inf)
+
+
+def chunks(q: Tensor, kv: Tensor, indices: Tensor, visible: Tensor) -> Iterator[Chunk]:
+    batch, seq, heads, dim = q.shape
+    s_kv, groups = kv.shape[1:3]
+    topk = indices.shape[3]
+    dtype = compute_dtype(q)
+    # Slots that do not take part read zeros from a row after the last.
+    padded = torch.cat([kv, kv.new_zeros(batch, 1, groups, dim)], dim=1)
+    ids = torch.where(visible, indices, s_kv).long()
+    b = torch.arange(batch, device=q.device)[:, None, None, None]
+    g = torch.arange(groups, device=q.device)[:, None]
+    rows = (b * (s_kv + 1) + ids) * groups + g
+    flat = padded.reshape(-1, dim)
+
+    step = max(1, _CHUNK_ELEMENTS // max(1, batch * topk * (groups * dim + 2 * heads)))
+    for begin in range(0, seq, step):
+        run = slice(begin, begin + step)
+        yield Chunk(
+            queries=run,
+            q=q[:, run].to(dtype).unflatten(2, (groups, heads // groups)),
+            keys=flat[rows[:, run]].to(dtype),
+            visible=visible[:, run, :, None],
+            rows=rows[:, run],
+        )
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """The dtype in which the reference computes and in which it returns lse."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def share_beside_sink(lse: Tensor, attn_sink: Tensor | None) -> Tensor:
+    """What the sink leaves of each row's probability mass: exp(lse) / (exp(lse) + exp(sink)); lse is [B, S, H]."""
+    if attn_sink is None:
+        return torch.ones_like(lse)
+    share = torch.sigmoid(lse - attn_sink.to(lse.dtype))
+    return share.masked_fill(lse == -torch.inf, 0)
+
+
+def sparse_mla_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    causal: bool = True,
+    q_start: int = 0,
+    kv_stride: int = 1,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`dsa_ext.sparse_mla` for the arguments. Takes any D and d_v <= D.
+
+    Returns out [B, S, H, d_v] in the dtype of q and lse [B, S, H] in fp32 (float64 for float64 inputs).
+    """
+    scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
+    visible = visible_slots(indices, kv.shape[1], causal, q_start, kv_stride, topk_length)
+    out = q.new_empty(*q.shape[:3], d_v)
+    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+    for chunk in chunks(q, kv, indices, visible):
+        scores = chunk.scores(scale)
+        chunk_lse = torch.logsumexp(scores, dim=-1)
+        p = torch.exp(scores - chunk_lse.masked_fill(chunk_lse == -torch.inf, 0)[..., None])
+        lse[:, chunk.queries] = chunk_lse.flatten(2)
+        share = share_beside_sink(lse[:, chunk.queries], attn_sink)
+        out[:, chunk.queries] = (p @ chunk.keys[..., :d_v]).flatten(2, 3) * share[..., None]
+    return out, lse
+
+
+def sparse_mla_bwd(
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    q_start: int = 0,
+    kv_stride: int = 1,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of sparse_mla_fwd: dq and dkv like q and kv, d_sink [H] in fp32 (empty without a sink).
+
+    `dout` [B, S, H, d_v] and `dlse` [B, S, H] are the gradients that arrive at its two results `out` and `lse`.
+
+    dkv is summed with `index_add_`: on CUDA the order of the additions, and with it the last bits, differ from call to
+    call unless `torch.use_deterministic_algorithms(True)` is set.
+    """
+    scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
+    d_v = dout.shape[3]
+    batch, s_kv, groups, dim = kv.shape
+    dtype = compute_dtype(q)
+    visible = visible_slots(indices, s_kv, causal, q_start, kv_stride, topk_length)
+
+    dout = dout.to(dtype)
+    delta = (dout * out.to(dtype)).sum(-1)
+    share = share_beside_sink(lse, attn_sink)
+    # dS = share * P * (dP - delta) + P * dlse, where P is free of the sink.
+    delta_of_scores = share * delta - (0 if dlse is None else dlse)
+    dout_beside_sink = share[..., None] * dout
+
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dkv = q.new_zeros(batch * (s_kv + 1) * groups, dim, dtype=dtype)
+    for chunk in chunks(q, kv, indices, visible):
+        heads_of = chunk.q.shape[2:4]
+        p = chunk.probabilities(lse[:, chunk.queries].unflatten(2, heads_of), scale)
+        do = dout_beside_sink[:, chunk.queries].unflatten(2, heads_of)
+        dp = do @ chunk.keys[..., :d_v].mT
+        ds = p * (dp - delta_of_scores[:, chunk.queries].unflatten(2, heads_of)[..., None]) * scale
+        ds = ds.masked_fill(~chunk.visible, 0)  # an infinite dlse must not make NaN of p = 0
+        dq[:, chunk.queries] = (ds @ chunk.keys).flatten(2, 3)
+        dkeys = ds.mT @ chunk.q
+        dkeys[..., :d_v] += p.mT @ do
+        dkv.index_add_(0, chunk.rows.flatten(), dkeys.flatten(0, 3))
+    dkv = dkv.view(batch, s_kv + 1, groups, dim)[:, :s_kv].to(kv.dtype, copy=True)
+
+    if attn_sink is None:
+        d_sink = q.new_empty(0, dtype=torch.float32)
+    else:
+        d_sink = ((share - 1) * delta).sum((0, 1)).to(attn_sink.dtype)
+    return dq, dkv, d_sink

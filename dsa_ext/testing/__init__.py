@@ -1,0 +1,1 @@
+"""Inputs, tolerances and timing, shared by the tests and the benchmarks."""

@@ -1,0 +1,55 @@
+"""Fixtures of all tests; GPU tests are skipped, with the reason, where there is no Hopper GPU."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+def _no_gpu_reason() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device: torch.cuda.is_available() is False"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != (9, 0):
+        return f"needs a Hopper GPU (sm_90), got sm_{major}{minor}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _no_gpu_reason()
+    if reason is None:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def host_functions(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The pure host functions of csrc/, built into a Python module without torch or CUDA."""
+    pybind11 = pytest.importorskip("pybind11")
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to build the host functions of csrc/ with")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    target = tmp_path_factory.mktemp("host_functions") / f"host_functions{suffix}"
+    includes = [f"-I{path}" for path in (ROOT / "csrc", pybind11.get_include(), sysconfig.get_path("include"))]
+    source = ROOT / "tests/host_functions.cpp"
+    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", *includes]
+    built = subprocess.run([*command, str(source), "-o", str(target)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    spec = importlib.util.spec_from_file_location("host_functions", target)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["host_functions"] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,179 @@
+"""The package as a whole: registration, the compiled library, what the compiler made of the kernels."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dsa_ext
+from dsa_ext import _native
+
+KERNEL = "sparse_mla_fwd_kernel"
+#: What the kernel claims to be made of: tensor cores, TMA in and out, cp.async, mbarriers, moved registers.
+INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
+REGISTERS_PER_SM = 65536
+
+needs_library = pytest.mark.skipif(_native.library is None, reason=f"no kernels: {_native.missing_reason}")
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment}, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tool(name: str) -> str:
+    """A program of the binary utilities or of the CUDA toolkit (triton carries some of these)."""
+    folders = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
+    try:
+        import triton
+
+        folders.append(str(Path(triton.__file__).parent / "backends/nvidia/bin"))
+    except ImportError:
+        pass
+    found = shutil.which(name, path=os.pathsep.join(folders))
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def test_operators_are_registered() -> None:
+    for op in ("sparse_mla_fwd", "sparse_mla_bwd"):
+        overload = getattr(torch.ops.dsa, op).default
+        for key in ("CPU", "CUDA", "Meta"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key), (op, key)
+
+
+def test_build_info() -> None:
+    info = dsa_ext.build_info()
+    assert info["torch"] == torch.__version__
+    assert ("unavailable" in info["kernels"]) == (_native.library is None)
+    printed = run(sys.executable, "-m", "dsa_ext")
+    assert all(name in printed and value in printed for name, value in info.items())
+
+
+@pytest.mark.parametrize(("library", "reason"), [(None, "was not built"), (b"not a library", "did not load: ")])
+def test_import_without_kernels(tmp_path: Path, library: bytes | None, reason: str) -> None:
+    shutil.copytree(ROOT / "dsa_ext", tmp_path / "dsa_ext", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    if library is not None:
+        (tmp_path / "dsa_ext/_C.abi3.so").write_bytes(library)
+    script = """
+import torch, dsa_ext
+q, kv, indices = torch.randn(1, 2, 4, 576), torch.randn(1, 8, 1, 576), torch.zeros(1, 2, 1, 3, dtype=torch.int32)
+assert dsa_ext.sparse_mla(q, kv, indices).isfinite().all()
+try:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    torch.ops.dsa.sparse_mla_fwd.default.redispatch(keys, q, kv, indices)
+except RuntimeError as error:
+    print(error)
+print(dsa_ext.build_info()["kernels"], dsa_ext.__file__)
+"""
+    printed = run(sys.executable, "-c", script, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert str(tmp_path) in printed, "the copy without the library was not the one imported"
+    assert "dsa::sparse_mla_fwd: dsa_ext is installed without its CUDA kernels, because _C.abi3.so" in printed
+    assert printed.count(reason) == 2
+
+
+@needs_library
+def test_library_depends_on_the_stable_abi_alone() -> None:
+    needed = run(tool("readelf"), "-d", _native.library or "")
+    # libtorch brings libtorch_cuda, and with it the current stream, into scope on CUDA builds.
+    assert "[libtorch.so]" in needed
+    for library in ("libcuda", "libcudart", "libpython", "libtorch_python", "libtorch_cuda", "libc10_cuda"):
+        assert library not in needed
+    symbols = run(tool("readelf"), "--dyn-syms", "-W", _native.library or "")
+    undefined = {
+        line.split()[-1].split("@")[0] for line in symbols.splitlines() if " UND " in line and line.split()[7:]
+    }
+    assert any(name.startswith("aoti_torch_") for name in undefined)
+    assert not [name for name in undefined if re.match(r"_?Py[A-Z_]|cu[A-Z]|cuda[A-Z]|_ZNK?\d*(2at|3c10)", name)]
+    stream = next(line for line in symbols.splitlines() if "aoti_torch_get_current_cuda_stream" in line)
+    assert " WEAK " in stream
+
+
+@pytest.mark.parametrize(("mode", "tag"), [("1", r"cp310-abi3-linux_\w+"), ("0", "py3-none-any")])
+def test_wheel_tag(mode: str, tag: str, tmp_path: Path) -> None:
+    if mode == "1" and not (ROOT / "build/obj/build.ninja").is_file():
+        pytest.skip("the kernels were not compiled in this checkout")
+    build = ("build", "--build-base", tmp_path / "build", "bdist_wheel", "--dist-dir", tmp_path)
+    run(sys.executable, "setup.py", "-q", *build, DSA_EXT_CUDA=mode)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(rf"dsa_ext-{re.escape(dsa_ext.__version__)}-{tag}\.whl", wheel.name)
+    contents = run(sys.executable, "-m", "zipfile", "-l", wheel)
+    assert ("_C.abi3.so" in contents) == (mode == "1")
+    assert "dsa_ext/py.typed" in contents
+
+
+def test_bad_build_mode() -> None:
+    environment = {**os.environ, "DSA_EXT_CUDA": "yes"}
+    command = [sys.executable, "setup.py", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode != 0
+    assert "DSA_EXT_CUDA must be auto, 1 or 0, got 'yes'" in done.stderr
+
+
+def test_compiler_report(host_functions: ModuleType) -> None:
+    """ptxas: nothing spilled, no tensor-core instruction serialised, registers for a whole CTA of each kernel."""
+    report = ROOT / "build/obj/csrc/ops/sparse_mla_fwd/launch.o.ptxas"
+    if not report.is_file():
+        pytest.skip("the kernels were not compiled in this checkout")
+    text = report.read_text()
+    assert "Potential Performance Loss" not in text
+    kernels = re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers",
+        text,
+        flags=re.DOTALL,
+    )
+    assert sum(KERNEL in kernel[0] for kernel in kernels) >= len(host_functions.sparse_mla_fwd.configs)
+    for name, *numbers in kernels:
+        _, stores, loads, registers = map(int, numbers)
+        assert (stores, loads) == (0, 0), name
+        if KERNEL in name:
+            assert registers * host_functions.sparse_mla_fwd.threads <= REGISTERS_PER_SM, name
+
+
+@needs_library
+def test_kernels_contain_the_instructions_they_claim() -> None:
+    cuobjdump = tool("cuobjdump")
+    disassembly = run(cuobjdump, "-sass", _native.library or "", PATH=f"{Path(cuobjdump).parent}:{os.environ['PATH']}")
+    functions = disassembly.split("Function : ")[1:]
+    kernels = [function for function in functions if KERNEL in function.split("\n", 1)[0]]
+    assert kernels
+    for kernel in kernels:
+        for instruction in INSTRUCTIONS:
+            assert re.search(rf"\b{instruction}\b", kernel), (kernel.split("\n", 1)[0], instruction)
+
+
+def test_configs_fit_an_sm(host_functions: ModuleType) -> None:
+    fwd = host_functions.sparse_mla_fwd
+    assert {(d_qk, d_v) for d_qk, d_v, _ in fwd.configs} == {(576, 512), (512, 512)}
+    assert all(shared <= fwd.max_shared_bytes for _, _, shared in fwd.configs)
+
+
+@given(items=st.integers(0, 2**40), topk=st.integers(1, 2**20), num_sms=st.integers(1, 200))
+def test_plan_splits(host_functions: ModuleType, items: int, topk: int, num_sms: int) -> None:
+    fwd = host_functions.sparse_mla_fwd
+    splits = fwd.plan_splits(items, topk, num_sms)
+    tiles = -(-topk // fwd.block_k)
+    assert 1 <= splits <= fwd.max_splits
+    assert splits <= tiles, "a part without keys"
+    if splits > 1:
+        assert splits * items <= num_sms, "the parts must run at once"
+
+
+def test_plan_splits_fills_the_chip(host_functions: ModuleType) -> None:
+    plan = host_functions.sparse_mla_fwd.plan_splits
+    assert plan(1, 2048, 132) > 4
+    assert plan(4096, 2048, 132) == 1
+    assert plan(1, 64, 132) == 1
