@@ -3,7 +3,7 @@
 Nothing here is trained. Independent random weights would spread attention evenly and leave nothing
 to select, so two choices give the layer the structure that training gives a real one: a byte is
 embedded by the n-grams that end at it, and a head's query and key projections are tied, so that a
-head attends to earlier places where the text looks alike, and (through RoPE) to what is near.
+head looks for what followed the same context earlier, and (through RoPE) at what is near.
 """
 
 import torch
@@ -15,7 +15,7 @@ HIDDEN, HEAD_DIM = 1024, 128
 SM_SCALE = (HEAD_DIM + ROPE) ** -0.5  # MLA scales by the head's own width, not by the latent's
 NGRAMS = (1, 2, 3, 5, 8)
 BUCKETS = 8192
-OWN = 0.5
+OWN = 0.3  # share of a key's own byte in its latent; the rest is the context before it
 INDEX_DIM = 128  # width of an indexer head: 64 RoPE columns and 64 of the latent
 
 
@@ -62,7 +62,7 @@ class MlaLayer:
         self.near = torch.ones(ROPE, device=device)  # shared by all q and k: what is near, matters
         self.head_keys = [weight(LATENT, HEAD_DIM) for _ in range(heads)]
         # From heads that look at content everywhere to heads that mostly look nearby.
-        self.content_gain = torch.linspace(2.0, 0.5, heads).to(device)
+        self.content_gain = torch.linspace(3.0, 1.0, heads).to(device)
         self.near_gain = torch.linspace(0.25, 1.0, heads).to(device)
 
     def __call__(self, text: bytes) -> tuple[Tensor, Tensor]:
@@ -83,16 +83,18 @@ class MlaLayer:
         q[..., LATENT:] = self.near_gain[:, None] * k_rope[:, None]
         return q, kv
 
-    def index_queries_and_keys(self, q: Tensor, kv: Tensor, index_heads: int) -> tuple[Tensor, Tensor]:
-        """The indexer's q [S, Hi, 128] and k [S, 128], from the layer's own weights.
+    def indexer(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The indexer's q [S, Hi, 128], k [S, 128] and head weights [S, Hi], from the layer's own weights.
 
         A key keeps its RoPE columns and the 64 strongest directions of the latent; an indexer head
-        asks what a group of heads asks on average. So its scores follow attention as far as a key
-        of 128 columns can, which is what training teaches a real indexer.
+        asks what a pair of heads asks on average, and all count alike. So the scores follow attention as
+        far as keys of 128 columns can, which is what training teaches a real indexer.
         """
         strongest = self.latent_directions[: INDEX_DIM - ROPE].T
-        grouped = q.unflatten(1, (index_heads, -1)).mean(2)
+        heads = q.shape[1]
+        pairs = q.unflatten(1, (heads // 2, 2)).mean(2) if heads % 2 == 0 else q
         return (
-            torch.cat([grouped[..., :LATENT] @ strongest, grouped[..., LATENT:]], -1),
+            torch.cat([pairs[..., :LATENT] @ strongest, pairs[..., LATENT:]], -1),
             torch.cat([kv[:, :LATENT] @ strongest, kv[:, LATENT:]], -1),
+            q.new_full(pairs.shape[:2], 1 / pairs.shape[1]),
         )

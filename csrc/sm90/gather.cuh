@@ -25,6 +25,9 @@ __device__ __forceinline__ void copy_16_bytes(uint32_t shared, const void* globa
                : "memory");
 }
 
+// cp.async.wait_all: this thread's copies have landed
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // 128 threads copy 64 rows; eight neighbouring threads copy 128 bytes of a row, and thread t serves rows t/8 + 16 i.
 inline constexpr int kGatherRows = 64;
 inline constexpr int kGatherThreadsPerRow = 8;
@@ -32,22 +35,36 @@ inline constexpr int kGatherRowStep = 16;
 inline constexpr int kGatherRowsPerThread = kGatherRows / kGatherRowStep;
 inline constexpr int kChunkBytes = kGatherRows * kSwizzleRowBytes;
 
-// Copies chunks [kBegin, kEnd) (of 64 columns each) of this thread's rows. `shared` is the address of this thread's
-// piece of its first row in chunk 0, `rows` that piece in row 0 in global memory.
-template <int kBegin, int kEnd>
-__device__ __forceinline__ void gather_chunks(uint32_t shared, const char* rows, int64_t row_bytes,
-                                              const int (&ids)[kGatherRowsPerThread], int end) {
+// One thread's rows of a tile.
+struct GatherRows {
+  const char* g_rows[kGatherRowsPerThread];
+  unsigned visible = 0;  // bit i: the i-th row is a visible key; others become zeros
+
+  // `g_first` is this thread's 16-byte piece of row 0.
+  __device__ __forceinline__ GatherRows(const char* g_first, uint32_t row_bytes, const int (&ids)[kGatherRowsPerThread],
+                                        int id_end) {
 #pragma unroll
-  for (int i = 0; i < kGatherRowsPerThread; ++i) {
-    const bool visible = is_visible(ids[i], end);
-    const char* row = rows + (visible ? ids[i] : 0) * row_bytes;
-    const int bytes = visible ? 16 : 0;
+    for (int i = 0; i < kGatherRowsPerThread; ++i) {
+      const bool is_key = is_visible(ids[i], id_end);
+      visible |= is_key << i;
+      g_rows[i] = g_first + static_cast<uint64_t>(is_key ? ids[i] : 0) * row_bytes;
+    }
+    // All addresses before the first copy: one register for all rows would wait until each row's copies have left.
+    asm volatile("" : "+l"(g_rows[0]), "+l"(g_rows[1]), "+l"(g_rows[2]), "+l"(g_rows[3]));
+  }
+
+  // Copies chunks [kBegin, kEnd) of 64 columns; `shared` is this thread's piece of its first row in chunk 0.
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void copy(uint32_t shared) const {
 #pragma unroll
-    for (int chunk = kBegin; chunk < kEnd; ++chunk) {
-      copy_16_bytes(shared + i * kGatherRowStep * kSwizzleRowBytes + chunk * kChunkBytes,
-                    row + chunk * kSwizzleRowBytes, bytes);
+    for (int i = 0; i < kGatherRowsPerThread; ++i) {
+#pragma unroll
+      for (int chunk = kBegin; chunk < kEnd; ++chunk) {
+        copy_16_bytes(shared + i * kGatherRowStep * kSwizzleRowBytes + chunk * kChunkBytes,
+                      g_rows[i] + chunk * kSwizzleRowBytes, visible >> i & 1 ? 16 : 0);
+      }
     }
   }
-}
+};
 
 }  // namespace dsa::sm90

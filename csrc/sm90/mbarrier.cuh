@@ -30,11 +30,6 @@ __device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) 
                : "memory");
 }
 
-// cp.async.mbarrier.arrive.noinc: arrives once all earlier cp.async of this thread have landed
-__device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
 // mbarrier.try_wait.parity: returns when the phase of this parity has completed
 __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
@@ -48,6 +43,21 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       "}\n" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
+}
+
+// mbarrier.test_wait.parity: whether the phase of this parity has completed
+__device__ __forceinline__ bool has_completed(uint64_t* barrier, uint32_t parity) {
+  int done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done;
 }
 
 // A place in a ring of slots. Everyone who walks the ring starts at slot 0 with parity 0.

@@ -13,13 +13,14 @@
 #include <stdexcept>
 #include <string>
 
-// Only CUDA builds of torch have this function. A strong reference would keep the library from loading on a CPU torch.
+// Only CUDA builds of torch have this function. A strong reference would keep the library from
+// loading on a CPU torch.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 
-// Fails with the text that the arguments after the condition make when written one after another. (STD_TORCH_CHECK
-// would put this file's path in front.)
-#define DSA_CHECK(condition, ...)                                         \
-  do {                                                                    \
+// Fails with the text that the arguments after the condition make when written one after another.
+// (STD_TORCH_CHECK would put this file's path in front.)
+#define DSA_CHECK(condition, ...)                                            \
+  do {                                                                       \
     if (__builtin_expect(!(condition), 0)) ::dsa::detail::fail(__VA_ARGS__); \
   } while (false)
 
@@ -53,7 +54,8 @@ std::string describe(const Tensor& tensor);
 // "cuda:0"
 std::string describe_device(const Tensor& tensor);
 
-// Checks dtype, rank and sizes. `op` is the qualified name of the operator, `name` that of the argument.
+// Checks dtype, rank and sizes. `op` is the qualified name of the operator, `name` that of the
+// argument.
 void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType dtype,
                   std::initializer_list<Dim> dims);
 
@@ -64,10 +66,11 @@ void check_rows_aligned(const char* op, const char* name, const Tensor& tensor);
 void check_last_stride(const char* op, const char* name, const Tensor& tensor);
 
 // Checks that `tensor` is on the device of `other`, which is the argument `other_name`.
-void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* other_name,
-                       const Tensor& other);
+void check_same_device(const char* op, const char* name, const Tensor& tensor,
+                       const char* other_name, const Tensor& other);
 
-// What the launchers need to know of the device; read once a device and kept for the life of the process.
+// What the launchers need to know of the device; read once a device and kept for the life of the
+// process.
 struct Device {
   int capability;  // 90 for sm_90
   int num_sms;

@@ -1,5 +1,6 @@
 """torch.ops.dsa.sparse_mla_fwd: schema, checks, CPU and fake implementation, autograd, FLOP formula."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 explain_missing_cuda(_OP)
+_redispatch: Callable[..., tuple[Tensor, Tensor]] = torch.ops.dsa.sparse_mla_fwd.default.redispatch
 
 
 def _check(
@@ -101,9 +103,24 @@ class _Autograd(torch.autograd.Function):
     """Saves the results of the forward; the gradients come from dsa::sparse_mla_bwd."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd(keyset, *args)
-        q, kv, indices, sm_scale, _, causal, q_start, kv_stride, topk_length, attn_sink = args
+    def forward(
+        ctx: Any,
+        keyset: torch._C.DispatchKeySet,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        sm_scale: float | None = None,
+        d_v: int = 512,
+        causal: bool = True,
+        q_start: int = 0,
+        kv_stride: int = 1,
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _redispatch(
+                keyset, q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink
+            )
         ctx.save_for_backward(q, kv, indices, topk_length, attn_sink, out, lse)
         ctx.options = (sm_scale, causal, q_start, kv_stride)
         ctx.set_materialize_grads(False)
@@ -121,32 +138,17 @@ class _Autograd(torch.autograd.Function):
         return None, dq, dkv, *(None,) * 7, None if attn_sink is None else d_sink
 
 
-def _below_autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
-    with torch._C._AutoDispatchBelowAutograd():
-        result: tuple[Tensor, Tensor] = torch.ops.dsa.sparse_mla_fwd.default.redispatch(
-            keyset & torch._C._after_autograd_keyset, *args
-        )
-    return result
-
-
-def _autograd(
-    keyset: torch._C.DispatchKeySet,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    sm_scale: float | None = None,
-    d_v: int = 512,
-    causal: bool = True,
-    q_start: int = 0,
-    kv_stride: int = 1,
-    topk_length: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    args = (q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, kv, attn_sink):
+def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
+    # The dispatcher leaves out trailing arguments that equal their defaults.
+    keyset = keyset & torch._C._after_autograd_keyset
+    if gradient_wanted(*args):
         result: tuple[Tensor, Tensor] = _Autograd.apply(keyset, *args)  # type: ignore[no-untyped-call]
         return result
-    return _below_autograd(keyset, *args)
+    return _redispatch(keyset, *args)
+
+
+def gradient_wanted(*args: Any) -> bool:
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
 library.impl(_OP, _cpu, "CPU")

@@ -61,7 +61,7 @@ template <Config kC>
 struct SharedStorage {
   alignas(1024) Bf16 tiles[kC.stages][tile_bytes(kC) / 2];
   SharedQ<kC> q;
-  uint32_t visible[kC.stages][kWarpsPerWarpgroup];  // see Feeder::note_visible
+  uint32_t visible[kC.stages][kWarpsPerWarpgroup];  // see Feeder::feed
   uint8_t rescale[kC.stages][kC.heads];             // of O before the tile is added: the exponent bits of a power of two
   float finish[2][kC.heads];                        // of O after the last tile, for two items in turn
   int item_tiles[kC.stages];                        // with Q
@@ -120,64 +120,74 @@ struct Feeder {
   const int thread;
   int index = blockIdx.x;  // of the item that comes after the tiles left
   int tiles_left = 0;
-  int next_slot, slot_end, id_end;
-  const int* g_ids;
+  int slots_left, id_end;
+  const int* g_ids;  // this thread's first slot of the next tile
   const char* g_rows;
   int ids[kGatherRowsPerThread];  // of the next tile
+  int landing = -1;               // the slot whose rows are on their way
 
-  __device__ __forceinline__ void load_ids() {
-#pragma unroll
-    for (int i = 0; i < kGatherRowsPerThread; ++i) {
-      const int slot = next_slot + i * kGatherRowStep;
-      ids[i] = slot < slot_end ? __ldg(g_ids + slot) : -1;
+  __device__ __forceinline__ uint64_t* full(int at) { return kBack ? &shared.full_back[at] : &shared.full_front[at]; }
+  __device__ __forceinline__ int piece() const { return thread % kGatherThreadsPerRow; }
+  __device__ __forceinline__ int row() const { return thread / kGatherThreadsPerRow; }
+
+  // Tells of the rows that the last feed asked for, once they are here, and reads the ids of the next one.
+  __device__ __forceinline__ void prepare() {
+    if (landing >= 0) {
+      wait_copies();
+      fence_async_proxy();
+      __syncwarp();
+      if (thread % kWarpThreads == 0) arrive(full(landing));
+      landing = -1;
     }
-    next_slot += kBlockK;
-  }
-
-  // Leaves bit 8 (row % 4) + row / 16 of word row / 4 % 4 for each row of the tile that is a visible key.
-  __device__ __forceinline__ void note_visible(int at) {
-    const int piece = thread % kGatherThreadsPerRow;
-    const int id = piece == 0 ? ids[0] : piece == 1 ? ids[1] : piece == 2 ? ids[2] : ids[3];
-    const uint32_t word = __ballot_sync(~0u, piece < kGatherRowsPerThread && is_visible(id, id_end));
-    if (thread % kWarpThreads == 0) shared.visible[at][thread / kWarpThreads] = word;
-  }
-
-  __device__ __forceinline__ void feed(int at) {
-    uint64_t* full = kBack ? &shared.full_back[at] : &shared.full_front[at];
-    const int row = thread / kGatherThreadsPerRow, piece = thread % kGatherThreadsPerRow;
     if (tiles_left > 0) {
-      if constexpr (!kBack) {
-        note_visible(at);
-        if (thread % kWarpThreads == 0) arrive(full);
+#pragma unroll
+      for (int i = 0; i < kGatherRowsPerThread; ++i) {
+        ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
       }
-      gather_chunks<kBegin, kEnd>(shared_address(shared.tiles[at]) + swizzled_offset(row, piece), g_rows,
-                                  p.kv_stride_s * sizeof(Bf16), ids, id_end);
-      arrive_after_copies(full);
-      if (--tiles_left > 0) load_ids();
+      g_ids += kBlockK;
+      slots_left -= kBlockK;
+    }
+  }
+
+  // Starts to fill slot `at`, prepared before. Chunk 8 is free when both value warpgroups have read it.
+  __device__ __forceinline__ void feed(int at, uint32_t parity) {
+    if (tiles_left > 0) {
+      const uint32_t s_piece = shared_address(shared.tiles[at]) + swizzled_offset(row(), piece());
+      const GatherRows rows(g_rows, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, id_end);
+      rows.template copy<kBegin, kBegin + kFrontChunks>(s_piece);
+      if constexpr (kBack) {
+        wait(&shared.probs_read[at], parity);
+        rows.template copy<kBegin + kFrontChunks, kEnd>(s_piece);
+      } else {
+        // Bit 8 (row % 4) + row / 16 of word row / 4 % 4.
+        const uint32_t word = __ballot_sync(~0u, rows.visible >> piece() & 1);
+        if (thread % kWarpThreads == 0) shared.visible[at][thread / kWarpThreads] = word;
+      }
+      landing = at;
+      --tiles_left;
     } else if (index < p.items) {
+      if constexpr (kBack) wait(&shared.probs_read[at], parity);
       const Item item(p, index);
       index += gridDim.x;
       if (thread == 0) {
         if constexpr (!kBack) shared.item_tiles[at] = item.tiles;
-        arrive_and_expect(full, (kEnd - kBegin) * kChunkBytes);
+        arrive_and_expect(full(at), (kEnd - kBegin) * kChunkBytes);
 #pragma unroll 1
         for (int chunk = kBegin; chunk < kEnd; ++chunk) {
           tma_load(shared.tiles[at] + chunk * kChunkElements, &q_map,
-                   {chunk * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b}, full);
+                   {chunk * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b}, full(at));
         }
-      } else {
-        arrive(full);
+      } else if (thread % kWarpThreads == 0) {
+        arrive(full(at));
       }
-      if (!kBack && thread % kWarpThreads == 0) arrive(full);
       tiles_left = item.tiles;
-      next_slot = item.first_tile * kBlockK + row;
-      slot_end = item.slot_end;
+      const int first_slot = item.first_tile * kBlockK + row();
+      slots_left = item.slot_end - first_slot;
       id_end = item.id_end;
-      g_ids = item.indices(p);
+      g_ids = item.indices(p) + first_slot;
       g_rows = reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b +
                                              item.group * p.kv_stride_g) +
-               piece * 16;
-      load_ids();
+               piece() * 16;
     }
   }
 };
@@ -209,7 +219,7 @@ __device__ __forceinline__ float finish_row(const Params& p, const Item& item, i
 template <Config kC>
 __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, int thread) {
   using namespace cute;
-  constexpr int kFrontSteps = kFrontChunks * 4, kTailSteps = tail_columns(kC) / kStepColumns;
+  constexpr int kTailSteps = tail_columns(kC) / kStepColumns;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   const int matrix_row = warp * 16 + lane % 16, matrix_piece = lane / 16;  // of ldmatrix and stmatrix
   const int row = warp * 16 + lane / 4;                                    // and row + 8: of this thread's scores
@@ -265,23 +275,22 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
 
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
     int previous_slot = 0;
+    bool loaded = false;
     for (int j = 0; j < tiles; ++j) {
       // S = Q K^T
       Tensor s_k = make_tensor(make_smem_ptr(shared.tiles[at.slot]), RowsByColumns<kC.d_qk>{});
       Tensor r_k = mma.get_slice(thread).partition_fragment_B(s_k);
-      wait(&shared.full_front[at.slot], at.parity);
-      fence_async_proxy();
+      if (!loaded) {
+        wait(&shared.full_front[at.slot], at.parity);
+        wait(&shared.full_back[at.slot], at.parity);
+      }
       warpgroup_arrive();
       mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
-      for (int k = 0; k < kFrontSteps; ++k) {
+      for (int k = 0; k < kRegisterSteps; ++k) {
         gemm(mma, r_q(_, _, k), r_k(_, _, k), r_s);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
-      wait(&shared.full_back[at.slot], at.parity);
-      fence_async_proxy();
-#pragma unroll
-      for (int k = kFrontSteps; k < kRegisterSteps; ++k) gemm(mma, r_q(_, _, k), r_k(_, _, k), r_s);
       gemm(shared_mma, r_q_last(_, _, 0), r_k(_, _, Int<kRegisterSteps>{}), r_s);
       if constexpr (kTailSteps > 0) {
         Tensor s_q_tail = make_tensor(make_smem_ptr(shared.q.tail), RowsByColumns<tail_columns(kC)>{});
@@ -297,7 +306,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       const uint32_t high = shared.visible[at.slot][lane / 2 % 2 + 2] >> lane % 2 * 16 & 0x0f0f;
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_s);
-      if (j > 0 && lane == 0) arrive(&shared.probs_back[previous_slot]);
+      if (j > 0 && lane == 0) arrive(&shared.probs_back[previous_slot]), arrive(&shared.probs_front[previous_slot]);
       if ((low & high) != 0x0f0f) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -306,30 +315,37 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       }
 
       // P = 2^(S * scale - max), with a maximum that is a whole number and may lag behind
+      float top[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float top = r_s(2 * r);
+        top[r] = fmaxf(r_s(2 * r), r_s(2 * r + 1));
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          if (i / 2 % 2 == r) top = fmaxf(top, r_s(i));
-        }
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = ceilf(fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * p.scale_log2);
-        int exponent = 127;  // of 1.f
-        if (top > row_max[r] + kRescaleStep) {
-          exponent += static_cast<int>(fmaxf(row_max[r] - top, -127.f));
-          row_sum[r] *= __int_as_float(exponent << 23);
-          row_max[r] = top;
-        }
-        if (lane % 4 == 0) shared.rescale[at.slot][row + 8 * r] = exponent;
-        const float base = row_max[r] == -INFINITY ? 0.f : row_max[r];
+        for (int i = 2 * r + 4; i < 32; i += 4) top[r] = fmaxf(top[r], fmaxf(r_s(i), r_s(i + 1)));
+        top[r] *= p.scale_log2;
+      }
+      int exponents[2] = {127, 127};  // of 1.f
+      if (__any_sync(~0u, top[0] > row_max[0] + kRescaleStep || top[1] > row_max[1] + kRescaleStep)) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          if (i / 2 % 2 == r) {
-            r_s(i) = exp2_fast(fmaf(r_s(i), p.scale_log2, -base));
-            row_sum[r] += r_s(i);
-          }
+        for (int r = 0; r < 2; ++r) {
+          top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+          top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+          const float raised = fmaxf(row_max[r], ceilf(top[r]));
+          if (raised > row_max[r]) exponents[r] += static_cast<int>(fmaxf(row_max[r] - raised, -127.f));
+          row_sum[r] *= __int_as_float(exponents[r] << 23);
+          row_max[r] = raised;
         }
+      }
+      if (lane % 4 == 0) {
+        shared.rescale[at.slot][row] = exponents[0];
+        shared.rescale[at.slot][row + 8] = exponents[1];
+      }
+      const float base[2] = {row_max[0] == -INFINITY ? 0.f : -row_max[0], row_max[1] == -INFINITY ? 0.f : -row_max[1]};
+#pragma unroll
+      for (int i = 0; i < 32; i += 2) {
+        const int r = i / 2 % 2;
+        r_s(i) = exp2_fast(fmaf(r_s(i), p.scale_log2, base[r]));
+        r_s(i + 1) = exp2_fast(fmaf(r_s(i + 1), p.scale_log2, base[r]));
+        row_sum[r] += r_s(i) + r_s(i + 1);
       }
 
       // P goes to the value warpgroups in place of chunk 8, which only this warpgroup reads.
@@ -341,11 +357,13 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
                        pack_bf16(r_s(8 * i + 2), r_s(8 * i + 3)), pack_bf16(r_s(8 * i + 4), r_s(8 * i + 5)),
                        pack_bf16(r_s(8 * i + 6), r_s(8 * i + 7)));
       }
+      const int this_slot = at.slot;
+      at.advance();
+      loaded = __all_sync(~0u, has_completed(&shared.full_front[at.slot], at.parity) &&
+                                   has_completed(&shared.full_back[at.slot], at.parity));
       fence_async_proxy();
       __syncwarp();
-      if (lane == 0) arrive(&shared.probs_front[at.slot]);
-      previous_slot = at.slot;
-      at.advance();
+      previous_slot = this_slot;
     }
 
     const Item item(p, index);
@@ -361,6 +379,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
     if (lane == 0) {
       arrive(&shared.finished[finish_at.slot]);
       arrive(&shared.probs_back[previous_slot]);
+      arrive(&shared.probs_front[previous_slot]);
     }
     finish_at.advance();
   }
@@ -383,19 +402,19 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   Ring<2> finish_at;
   // Both warpgroups have read the slot, its last chunk too: what comes three places later in the ring may arrive.
   const auto refill = [&] {
-    if constexpr (kBack) {
-      wait(&shared.probs_read[at.slot], at.parity);
-    } else {
-      if (lane == 0) arrive(&shared.probs_read[at.slot]);
-    }
-    feeder.feed(at.slot);
+    if (!kBack && lane == 0) arrive(&shared.probs_read[at.slot]);
+    feeder.feed(at.slot, at.parity);
     at.advance();
   };
 
-  for (int i = 0; i < kC.stages; ++i) feeder.feed(i);
+  for (int i = 0; i < kC.stages; ++i) {
+    feeder.prepare();
+    feeder.feed(i, 1);
+  }
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     wait(&probs[at.slot], at.parity);  // the score warpgroup has taken Q
     const int tiles = shared.item_tiles[at.slot];
+    feeder.prepare();
     refill();
 
     mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -406,7 +425,6 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
       Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
       Tensor r_v = mma.get_slice(thread).partition_fragment_B(s_v);
       wait(&probs[at.slot], at.parity);
-      fence_async_proxy();
       if (j > 0) {
         const int exponents[2] = {shared.rescale[at.slot][row], shared.rescale[at.slot][row + 8]};
         if (__any_sync(~0u, (exponents[0] & exponents[1]) != 127)) {
@@ -421,6 +439,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
+      feeder.prepare();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       sync_warpgroup<kBarrier>();
@@ -483,8 +502,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&out_map);
     for (int i = 0; i < kC.stages; ++i) {
-      barrier_init(&shared.full_front[i], kWarpgroupThreads + kWarpsPerWarpgroup);
-      barrier_init(&shared.full_back[i], kWarpgroupThreads);
+      barrier_init(&shared.full_front[i], kWarpsPerWarpgroup);
+      barrier_init(&shared.full_back[i], kWarpsPerWarpgroup);
       barrier_init(&shared.probs_front[i], kWarpsPerWarpgroup);
       barrier_init(&shared.probs_back[i], kWarpsPerWarpgroup);
       barrier_init(&shared.probs_read[i], kWarpsPerWarpgroup);

@@ -1,0 +1,71 @@
+# Every target sets up what it needs: `make test` and `make demo` work on a fresh machine.
+#
+# PYTHON is used as it is when it has torch >= 2.11; otherwise a .venv is made with the pinned torch. Set OWN_TORCH=
+# (empty) to have the .venv in any case.
+
+PYTHON ?= python3
+TORCH_IS_NEW_ENOUGH = from importlib.metadata import version as v; print(tuple(map(int, v("torch").split(".")[:2])) >= (2, 11))
+OWN_TORCH := $(shell $(PYTHON) -c '$(TORCH_IS_NEW_ENOUGH)' 2>/dev/null)
+CPP_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+
+ifeq ($(OWN_TORCH),True)
+PY := $(PYTHON)
+STAMPS := build/stamps/$(subst /,_,$(PYTHON))
+else
+PY := .venv/bin/python
+STAMPS := .venv/stamps
+endif
+
+# The repository itself is importable, also where the package cannot be installed.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+SANITIZER = $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
+
+.PHONY: build demo test bench tables sanitize lint format clean
+
+build: $(STAMPS)/package
+
+demo: build
+	$(PY) examples/demo.py
+
+test: lint
+	$(PY) -m pytest
+
+bench: build
+	$(PY) bench/bench_sparse_mla_fwd.py
+
+tables: build
+	$(PY) bench/tables.py
+
+sanitize: build
+	$(SANITIZER) --tool memcheck --error-exitcode 1 $(PY) tests/sanitize_sparse_mla.py
+	$(SANITIZER) --tool racecheck --error-exitcode 1 $(PY) tests/sanitize_sparse_mla.py
+
+lint: build
+	@$(PY) tools/run_if_installed.py ruff check .
+	@$(PY) tools/run_if_installed.py ruff format --check .
+	@$(PY) tools/run_if_installed.py mypy
+	@$(PY) tools/run_if_installed.py clang-format --dry-run --Werror $(CPP_FILES)
+
+format: build
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(PY) tools/run_if_installed.py clang-format -i $(CPP_FILES)
+
+clean:
+	rm -rf build dist *.egg-info dsa_ext/_C*.so
+
+$(STAMPS)/tools: requirements-dev.txt requirements-build.txt tools/install_requirements.py
+ifneq ($(OWN_TORCH),True)
+	test -x $(PY) || $(PYTHON) -m venv .venv
+endif
+	$(PY) tools/install_requirements.py
+	@mkdir -p $(@D) && touch $@
+
+# A library that is there is used as it is on a machine that cannot compile another.
+$(STAMPS)/package: $(STAMPS)/tools setup.py pyproject.toml $(shell find csrc tools -type f)
+	@if [ -f dsa_ext/_C.abi3.so ] && ! DSA_EXT_CUDA=1 $(PY) setup.py --name >/dev/null 2>&1; then \
+	  echo "No CUDA toolkit or no CUTLASS headers: dsa_ext/_C.abi3.so is used as it is."; \
+	else \
+	  $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .; \
+	fi
+	@touch $@
