@@ -45,21 +45,6 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// mbarrier.test_wait.parity: whether the phase of this parity has completed
-__device__ __forceinline__ bool has_completed(uint64_t* barrier, uint32_t parity) {
-  int done;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.s32 %0, 1, 0, done;\n"
-      "}\n"
-      : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
-  return done;
-}
-
 // A place in a ring of slots. Everyone who walks the ring starts at slot 0 with parity 0.
 template <int kSlots>
 struct Ring {

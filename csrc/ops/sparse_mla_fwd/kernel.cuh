@@ -66,7 +66,7 @@ struct SharedStorage {
   float finish[2][kC.heads];                        // of O after the last tile, for two items in turn
   int item_tiles[kC.stages];                        // with Q
   uint64_t full_front[kC.stages], full_back[kC.stages];
-  uint64_t probs_front[kC.stages], probs_back[kC.stages], probs_read[kC.stages];
+  uint64_t probs_written[kC.stages], probs_turn[kC.stages], probs_read[kC.stages];
   uint64_t finished[2];
 };
 
@@ -268,22 +268,24 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
     fence_async_proxy();
     sync_warpgroup<kScoreBarrier>();
     if (lane == 0) {
-      arrive(&shared.probs_front[at.slot]);
-      arrive(&shared.probs_back[at.slot]);
+      arrive(&shared.probs_written[at.slot]);
+      arrive(&shared.probs_turn[at.slot]);
     }
     at.advance();
 
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
     int previous_slot = 0;
-    bool loaded = false;
+    const auto signal_written = [&] {
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) arrive(&shared.probs_written[previous_slot]);
+    };
     for (int j = 0; j < tiles; ++j) {
       // S = Q K^T
       Tensor s_k = make_tensor(make_smem_ptr(shared.tiles[at.slot]), RowsByColumns<kC.d_qk>{});
       Tensor r_k = mma.get_slice(thread).partition_fragment_B(s_k);
-      if (!loaded) {
-        wait(&shared.full_front[at.slot], at.parity);
-        wait(&shared.full_back[at.slot], at.parity);
-      }
+      wait(&shared.full_front[at.slot], at.parity);
+      wait(&shared.full_back[at.slot], at.parity);
       warpgroup_arrive();
       mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
@@ -301,12 +303,13 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
         }
       }
       warpgroup_commit_batch();
+      if (j > 0) signal_written();
       // Which of this thread's columns are visible keys: bit 8 e + i is column 16 i + lane % 4 * 2 + e, plus 8 in high.
       const uint32_t low = shared.visible[at.slot][lane / 2 % 2] >> lane % 2 * 16 & 0x0f0f;
       const uint32_t high = shared.visible[at.slot][lane / 2 % 2 + 2] >> lane % 2 * 16 & 0x0f0f;
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_s);
-      if (j > 0 && lane == 0) arrive(&shared.probs_back[previous_slot]), arrive(&shared.probs_front[previous_slot]);
+      if (j > 0 && lane == 0) arrive(&shared.probs_turn[previous_slot]);
       if ((low & high) != 0x0f0f) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -349,22 +352,20 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       }
 
       // P goes to the value warpgroups in place of chunk 8, which only this warpgroup reads.
+      uint32_t packed[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) packed[i] = pack_bf16(r_s(2 * i), r_s(2 * i + 1));
       sync_warpgroup<kScoreBarrier>();
       const uint32_t s_p = shared_address(shared.tiles[at.slot]) + kLastChunk * kChunkBytes;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        store_matrices(s_p + swizzled_offset(matrix_row, 2 * i + matrix_piece), pack_bf16(r_s(8 * i), r_s(8 * i + 1)),
-                       pack_bf16(r_s(8 * i + 2), r_s(8 * i + 3)), pack_bf16(r_s(8 * i + 4), r_s(8 * i + 5)),
-                       pack_bf16(r_s(8 * i + 6), r_s(8 * i + 7)));
+        store_matrices(s_p + swizzled_offset(matrix_row, 2 * i + matrix_piece), packed[4 * i], packed[4 * i + 1],
+                       packed[4 * i + 2], packed[4 * i + 3]);
       }
-      const int this_slot = at.slot;
+      previous_slot = at.slot;
       at.advance();
-      loaded = __all_sync(~0u, has_completed(&shared.full_front[at.slot], at.parity) &&
-                                   has_completed(&shared.full_back[at.slot], at.parity));
-      fence_async_proxy();
-      __syncwarp();
-      previous_slot = this_slot;
     }
+    signal_written();
 
     const Item item(p, index);
 #pragma unroll
@@ -378,8 +379,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
     __syncwarp();
     if (lane == 0) {
       arrive(&shared.finished[finish_at.slot]);
-      arrive(&shared.probs_back[previous_slot]);
-      arrive(&shared.probs_front[previous_slot]);
+      arrive(&shared.probs_turn[previous_slot]);
     }
     finish_at.advance();
   }
@@ -393,7 +393,6 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   constexpr int kFirstColumn = kBack ? kColumns : 0, kFirstElement = kFirstColumn * kTileRows;
   constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, row = warp * 16 + lane / 4;
-  uint64_t* const probs = kBack ? shared.probs_back : shared.probs_front;
 
   ValueMma mma;
   Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kColumns>>{});
@@ -412,7 +411,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     feeder.feed(i, 1);
   }
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
-    wait(&probs[at.slot], at.parity);  // the score warpgroup has taken Q
+    wait(&shared.probs_turn[at.slot], at.parity);  // the score warpgroup has taken Q
     const int tiles = shared.item_tiles[at.slot];
     feeder.prepare();
     refill();
@@ -424,13 +423,14 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
       Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kFirstElement), ColumnsByRows<kColumns>{});
       Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
       Tensor r_v = mma.get_slice(thread).partition_fragment_B(s_v);
-      wait(&probs[at.slot], at.parity);
+      wait(&shared.probs_written[at.slot], at.parity);
       if (j > 0) {
         const int exponents[2] = {shared.rescale[at.slot][row], shared.rescale[at.slot][row + 8]};
         if (__any_sync(~0u, (exponents[0] & exponents[1]) != 127)) {
           scale_rows(r_o, {__int_as_float(exponents[0] << 23), __int_as_float(exponents[1] << 23)});
         }
       }
+      wait(&shared.probs_turn[at.slot], at.parity);
       warpgroup_fence_operand(r_o);
       warpgroup_arrive();
 #pragma unroll
@@ -504,8 +504,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kC.stages; ++i) {
       barrier_init(&shared.full_front[i], kWarpsPerWarpgroup);
       barrier_init(&shared.full_back[i], kWarpsPerWarpgroup);
-      barrier_init(&shared.probs_front[i], kWarpsPerWarpgroup);
-      barrier_init(&shared.probs_back[i], kWarpsPerWarpgroup);
+      barrier_init(&shared.probs_written[i], kWarpsPerWarpgroup);
+      barrier_init(&shared.probs_turn[i], kWarpsPerWarpgroup);
       barrier_init(&shared.probs_read[i], kWarpsPerWarpgroup);
     }
     for (uint64_t& barrier : shared.finished) barrier_init(&barrier, kWarpsPerWarpgroup);

@@ -1,0 +1,231 @@
+"""Times dsa::sparse_mla_fwd beside the peers' figures and plain PyTorch; writes its results file and plot.
+
+Every case is checked against the reference in float64 before it is timed. Ids are random and distinct, all slots
+count (causal=False), except in the prefill cases, where a query lists ascending ids of the keys before it.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from common import PEERS, RESULTS, grouped_bars, measure_ms, peer_figure, write_results
+from torch import Tensor
+
+import dsa_ext
+from dsa_ext import reference
+from dsa_ext.testing.inputs import Inputs, make_inputs
+from dsa_ext.testing.progress import Progress
+from dsa_ext.testing.tolerances import forward_errors, similarity_error
+
+OP = "sparse_mla_fwd"
+D_V = 512
+CHECKED_QUERIES = 32
+SDPA_CHUNK = 256  # queries whose keys the PyTorch baseline gathers at a time: 0.6 GB
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One measurement, of the op or of a baseline."""
+
+    group: str
+    name: str
+    heads: int
+    s_kv: int = 8192
+    seq: int = 4096
+    d_qk: int = 576
+    topk: int = 2048
+    prefill: bool = False
+    peer: tuple[str, str, str] | None = None  # its name, and where its TFLOP/s stand in peers_h200.json
+    compare_to: str | None = None  # a case to divide this one's time by
+    baseline: Callable[[Inputs], Tensor] | None = None
+
+
+def ours(inputs: Inputs, causal: bool) -> tuple[Tensor, Tensor]:
+    return dsa_ext.sparse_mla(inputs.q, inputs.kv, inputs.indices, causal=causal, return_lse=True)
+
+
+def pytorch_reference(inputs: Inputs) -> Tensor:
+    return reference.sparse_mla_fwd(inputs.q, inputs.kv, inputs.indices, causal=False)[0]
+
+
+def gather_and_sdpa(inputs: Inputs) -> Tensor:
+    """What PyTorch offers without this package: gather the keys of some queries, then SDPA with heads as its rows.
+
+    It is spared the mask: in its case every slot counts.
+    """
+    q, kv, indices = inputs.q[0], inputs.kv[0, :, 0], inputs.indices[0, :, 0]
+    out = q.new_empty(*q.shape[:2], D_V)
+    for begin in range(0, len(q), SDPA_CHUNK):
+        run = slice(begin, begin + SDPA_CHUNK)
+        keys = kv[indices[run]][:, None]
+        out[run] = torch.nn.functional.scaled_dot_product_attention(q[run, None], keys, keys[..., :D_V])[:, 0]
+    return out[None]
+
+
+def specs() -> Iterator[Spec]:
+    for heads in (128, 64):
+        for s_kv in (8192, 32768, 131072):
+            peer = ("FlashMLA", f"flashmla_do_bench_h{heads}_tflops", str(s_kv))
+            yield Spec("Throughput", f"h{heads}_skv{s_kv}", heads, s_kv, peer=peer)
+        peer = ("FlashMLA, rested", "flashmla_s512_skv32768_tflops", f"h{heads}")
+        yield Spec("Throughput", f"h{heads}_skv32768_s512", heads, 32768, seq=512, peer=peer)
+    for heads in (128, 64):
+        yield Spec("Other shapes", f"h{heads}_skv8192_d512", heads, d_qk=512)
+        yield Spec("Other shapes", f"h{heads}_prefill_s8192", heads, seq=8192, prefill=True)
+    for heads in (32, 16, 8):
+        yield Spec("Few heads", f"h{heads}_skv8192", heads, compare_to="h64_skv8192")
+    for heads in (128, 64):
+        for seq in (1, 2, 4, 16, 64):
+            yield Spec("Few queries", f"h{heads}_skv32768_s{seq}", heads, 32768, seq=seq)
+    for baseline in (gather_and_sdpa, pytorch_reference):
+        name = f"{baseline.__name__}_h128_skv8192"
+        yield Spec("Plain PyTorch", name, 128, compare_to="h128_skv8192", baseline=baseline)
+
+
+def causal_indices(seq: int, topk: int, generator: torch.Generator) -> Tensor:
+    """For each query up to `topk` random keys of those at or before it, ascending, then padding."""
+    rows = []
+    for begin in range(0, seq, 1024):
+        position = torch.arange(begin, min(begin + 1024, seq), device="cuda")[:, None]
+        keys = torch.rand(len(position), seq, generator=generator, device="cuda")
+        ids = keys.masked_fill(torch.arange(seq, device="cuda") > position, -1).topk(topk).indices
+        rows.append(ids.masked_fill(ids > position, seq).sort().values)
+    indices = torch.cat(rows)
+    return indices.masked_fill(indices == seq, -1).int()[None, :, None]
+
+
+def inputs_of(spec: Spec) -> Inputs:
+    inputs = make_inputs(
+        seq=spec.seq, s_kv=spec.s_kv, heads=spec.heads, topk=spec.topk, d_qk=spec.d_qk, device="cuda", seed=1
+    )
+    if spec.prefill:
+        inputs.indices = causal_indices(spec.seq, spec.topk, torch.Generator("cuda").manual_seed(1))
+    return inputs
+
+
+def checked_errors(inputs: Inputs, causal: bool) -> dict[str, float]:
+    """Errors of some queries spread over the whole call; beyond the tolerances, an exception."""
+    out, lse = ours(inputs, causal)
+    seq = inputs.q.shape[1]
+    rows = torch.linspace(0, seq - 1, min(CHECKED_QUERIES, seq), device="cuda").long()
+    indices = inputs.indices[:, rows]  # prefill rows list no key after their query: causal or not is the same
+    errors = forward_errors(out[:, rows], lse[:, rows], inputs.q[:, rows], inputs.kv, indices, causal=False)
+    errors.check()
+    return {"similarity": errors.similarity, "elementwise": errors.elementwise, "lse_over_tolerance": errors.lse}
+
+
+def measure(spec: Spec, times: dict[str, float]) -> dict[str, Any]:
+    inputs = inputs_of(spec)
+    if spec.baseline:
+        errors = {"similarity": similarity_error(spec.baseline(inputs), ours(inputs, causal=False)[0])}
+        ms = measure_ms(lambda: spec.baseline(inputs))
+    else:
+        errors = checked_errors(inputs, spec.prefill)
+        ms = measure_ms(lambda: ours(inputs, spec.prefill))
+    visible = int((inputs.indices >= 0).sum())
+    tflops = 2 * spec.heads * visible * (spec.d_qk + D_V) / ms / 1e9
+    peer_value = peer_figure(OP, *spec.peer[1:]) if spec.peer else None
+    args = {"B": 1, "S": spec.seq, "S_kv": spec.s_kv, "H": spec.heads, "G": 1, "K": spec.topk, "d_qk": spec.d_qk}
+    case = {
+        "name": spec.name,
+        "group": spec.group,
+        "args": args | {"d_v": D_V, "causal": spec.prefill, "ids": "ascending" if spec.prefill else "random"},
+        "ms": round(ms, 5),
+        "tflops": round(tflops, 2),
+        "peer": spec.peer[0] if spec.peer else None,
+        "peer_value": peer_value,
+        "ratio": round(tflops / peer_value, 4) if peer_value else None,
+        "err": errors,
+    }
+    if spec.compare_to in times:
+        case["time_vs"] = {spec.compare_to: round(ms / times[spec.compare_to], 3)}
+    return case
+
+
+def measure_host() -> dict[str, Any]:
+    """Microseconds until the public function returns, on work so small that the GPU keeps up."""
+    inputs = make_inputs(seq=1, s_kv=64, heads=16, topk=64, device="cuda")
+    batches, calls = 30, 200  # fewer calls than the launch queue holds, or the host would wait for the GPU
+    times = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            dsa_ext.sparse_mla(inputs.q, inputs.kv, inputs.indices)
+        times.append((time.perf_counter() - begin) * 1e3 / calls)
+    args = {"B": 1, "S": 1, "S_kv": 64, "H": 16, "G": 1, "K": 64, "d_qk": 576, "d_v": D_V, "causal": True}
+    return {
+        "name": "host_time_of_a_call_without_grad",
+        "group": "Host",
+        "args": args,
+        "ms": round(median(times), 6),
+        "tflops": None,
+        "peer": None,
+        "peer_value": None,
+        "ratio": None,
+        "err": None,
+    }
+
+
+def plot(cases: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    by_name = {case["name"]: case for case in cases}
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), constrained_layout=True)
+    for axis, heads in zip(axes, (128, 64), strict=False):
+        shown = [by_name[f"h{heads}_skv{s_kv}"] for s_kv in (8192, 32768, 131072)]
+        series = {"dsa_ext": [case["tflops"] for case in shown], "FlashMLA": [case["peer_value"] for case in shown]}
+        grouped_bars(axis, [f"S_kv = {case['args']['S_kv'] // 1024}K" for case in shown], series)
+        axis.axhline(PEERS["ceilings"]["bf16_matmul_8192_tflops"], color="black", linestyle=":", linewidth=1)
+        axis.text(-0.4, PEERS["ceilings"]["bf16_matmul_8192_tflops"] + 8, "dense bf16 matmul", fontsize=8)
+        axis.set(title=f"{heads} heads, 4096 queries, 2048 keys each", ylabel="TFLOP/s", ylim=(0, 900))
+    for heads in (128, 64):
+        few = [case for case in cases if case["group"] == "Few queries" and case["args"]["H"] == heads]
+        axes[2].plot([c["args"]["S"] for c in few], [c["ms"] * 1e3 for c in few], marker="o", label=f"{heads} heads")
+    axes[2].set(title="few queries, S_kv = 32K", xlabel="queries", ylabel="µs", xscale="log", ylim=(0, None))
+    axes[2].set_xticks([1, 2, 4, 16, 64], ["1", "2", "4", "16", "64"])
+    axes[2].legend()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their name; writes no file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        parser.error("needs a Hopper GPU (sm_90)")
+
+    chosen = [spec for spec in specs() if args.only in spec.name]
+    progress = Progress(total=len(chosen) + 1)
+    cases: list[dict[str, Any]] = []
+    times: dict[str, float] = {}
+    with torch.inference_mode():
+        for spec in chosen:
+            cases.append(measure(spec, times))
+            times[spec.name] = cases[-1]["ms"]
+            progress.step(f"{spec.group}: {spec.name}")
+    cases.append(measure_host())
+    progress.step("Host")
+
+    for case in cases:
+        ratio = f"{case['ratio']:8.3f} x {case['peer']}" if case["ratio"] else ""
+        versus = "".join(f"{value:8.3f} x time of {name}" for name, value in case.get("time_vs", {}).items())
+        print(f"{case['name']:<36}{case['ms']:>11.4f} ms{case['tflops'] or 0:>9.1f} TFLOP/s{ratio}{versus}")
+    if not args.only:
+        path = write_results(OP, cases, args.out)
+        plot(cases, path.with_suffix(".png"))
+        print(f"wrote {path} and {path.with_suffix('.png').name}")
+
+
+if __name__ == "__main__":
+    main()

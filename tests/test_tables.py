@@ -1,0 +1,62 @@
+"""The README's result tables are what bench/tables.py makes of the result files."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+TABLES = Path(__file__).parent.parent / "bench" / "tables.py"
+
+
+@pytest.fixture
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tables", TABLES)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_result(root: Path, **values: Any) -> None:
+    case = {"name": "one", "group": "A group", "ms": 1.25, "tflops": 500.4, "peer": "Peer", "peer_value": 400}
+    case |= {"ratio": 1.251, "err": {"similarity": 2e-6}} | values
+    head = {"gpu": "a GPU", "driver": "1", "cuda": "13.0", "torch": "2.11", "timer": "a timer", "csrc_sha256": "0" * 64}
+    path = root / "bench" / "results" / "h200" / "some_op.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"op": "some_op", **head, "cases": [case]}))
+
+
+def test_readme_is_up_to_date(tables: ModuleType) -> None:
+    assert "<!-- results: sparse_mla_fwd -->" in (tables.ROOT / "README.md").read_text()
+    assert tables.main(["--check"]) == 0
+
+
+def test_tables_follow_the_results(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- results: some_op -->\n<!-- end of results -->\nafter\n")
+
+    assert tables.main([]) == 0
+    assert "no results yet" in readme.read_text()
+    assert tables.main(["--check"]) == 0
+
+    write_result(tmp_path)
+    assert tables.main(["--check"]) == 1
+    assert tables.main([]) == 0
+    assert "| `one` | 1.25 ms | 500 | 400 (Peer) | **1.25** | 2.0e-06 |" in readme.read_text()
+    assert readme.read_text().startswith("before\n<!-- results: some_op -->\n")
+    assert readme.read_text().endswith("<!-- end of results -->\nafter\n")
+
+    write_result(tmp_path, tflops=600.0)
+    assert tables.main(["--check"]) == 1
+
+
+def test_columns_without_values_are_left_out(tables: ModuleType) -> None:
+    case = {"name": "one", "ms": 0.0125, "tflops": None, "peer": None, "ratio": None, "err": None}
+    assert tables.table([case]) == ["| case | time |", "| --- | --- |", "| `one` | 12.5 µs |"]
+    case["time_vs"] = {"other": 0.5}
+    assert tables.table([case])[2] == "| `one` | 12.5 µs | 0.50 x `other` |"
