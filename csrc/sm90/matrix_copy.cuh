@@ -30,6 +30,14 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uin
                : "memory");
 }
 
+// stmatrix.x4.trans: a thread's values of one row become values of one column
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                                          uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
 // cvt.rn.bf16x2: `low` goes to the lower half
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;

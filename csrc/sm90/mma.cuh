@@ -31,6 +31,11 @@ using ColumnsByRows = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_A
                                                    cute::Shape<cute::Int<kColumns>, cute::Int<kTileRows>>{},
                                                    cute::Step<cute::_2, cute::_1>{}));
 
+// [kHeads rows, kColumns] in chunks of kHeads rows.
+template <int kHeads, int kColumns>
+using HeadsByColumns = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Bf16>{},
+                                                    cute::Shape<cute::Int<kHeads>, cute::Int<kColumns>>{}));
+
 template <class Atom>
 using Tiled = decltype(cute::make_tiled_mma(Atom{}));
 
@@ -39,5 +44,14 @@ using ScoreMmaFromRegisters = Tiled<cute::SM90_64x64x16_F32BF16BF16_RS<cute::GMM
 using ScoreMmaFromShared = Tiled<cute::SM90_64x64x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::K>>;
 // 64 x 256 outputs += probabilities . values
 using ValueMma = Tiled<cute::SM90_64x256x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::MN>>;
+// The same with few heads as columns: 64 keys x heads = keys . queries, and 64 columns x heads += values . probabilities
+template <int kHeads>
+using NarrowScoreMma = decltype(cute::make_tiled_mma(
+    cute::GMMA::ss_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kHeads>, cute::_16>,
+                               cute::GMMA::Major::K, cute::GMMA::Major::K>()));
+template <int kHeads>
+using NarrowValueMma = decltype(cute::make_tiled_mma(
+    cute::GMMA::ss_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kHeads>, cute::_16>,
+                               cute::GMMA::Major::MN, cute::GMMA::Major::K>()));
 
 }  // namespace dsa::sm90

@@ -27,6 +27,23 @@ __device__ __forceinline__ void sync_warpgroup() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kWarpgroupThreads) : "memory");
 }
 
+// barrier.red.or: bar.sync, and whether `predicate` holds in any thread of the warpgroup
+template <int kBarrier>
+__device__ __forceinline__ bool any_of_warpgroup(bool predicate) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred in, out;\n"
+      "setp.ne.s32 in, %1, 0;\n"
+      "barrier.cta.red.or.pred out, %2, %3, in;\n"
+      "selp.s32 %0, 1, 0, out;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(static_cast<int>(predicate)), "n"(kBarrier), "n"(kWarpgroupThreads)
+      : "memory");
+  return any;
+}
+
 // fence.proxy.async: orders this thread's ordinary shared-memory accesses, and those it has synchronised with, before
 // later ones of tensor cores and copy engine
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -45,7 +45,11 @@ const char* launch_config(Params p, cudaStream_t stream) {
 
 const char* launch(const Params& p, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  return p.d_qk == 576 ? launch_config<0>(p, s) : launch_config<1>(p, s);
+  const int group_heads = p.heads / p.groups;
+  const bool tail = p.d_qk == 576;
+  if (group_heads <= 16) return tail ? launch_config<4>(p, s) : launch_config<5>(p, s);
+  if (group_heads <= 32) return tail ? launch_config<2>(p, s) : launch_config<3>(p, s);
+  return tail ? launch_config<0>(p, s) : launch_config<1>(p, s);
 }
 
 }  // namespace dsa::sparse_mla_fwd

@@ -1,0 +1,92 @@
+// How Q and the gathered keys get into the ring of tiles.
+#pragma once
+
+#include "sm90/tma.cuh"
+#include "storage.cuh"
+
+namespace dsa::sparse_mla_fwd {
+
+// One value warpgroup's share of filling the ring: Q and then the kv rows of each item, three slots ahead of their use.
+template <Config kC, bool kBack>
+struct Feeder {
+  static constexpr int kBegin = kBack ? kFrontChunks : 0, kEnd = kBack ? kC.d_qk / kChunkColumns : kFrontChunks;
+
+  SharedStorage<kC>& shared;
+  const Params& p;
+  const CUtensorMap& q_map;
+  const int thread;
+  int index = blockIdx.x;  // of the item that comes after the tiles left
+  int tiles_left = 0;
+  int slots_left, id_end;
+  const int* g_ids;  // this thread's first slot of the next tile
+  const char* g_rows;
+  int ids[kGatherRowsPerThread];  // of the next tile
+  int landing = -1;               // the slot whose rows are on their way
+
+  __device__ __forceinline__ uint64_t* full(int at) { return kBack ? &shared.full_back[at] : &shared.full_front[at]; }
+  __device__ __forceinline__ int piece() const { return thread % kGatherThreadsPerRow; }
+  __device__ __forceinline__ int row() const { return thread / kGatherThreadsPerRow; }
+
+  // Tells of the rows that the last feed asked for, once they are here, and reads the ids of the next one.
+  __device__ __forceinline__ void prepare() {
+    if (landing >= 0) {
+      wait_copies();
+      fence_async_proxy();
+      __syncwarp();
+      if (thread % kWarpThreads == 0) arrive(full(landing));
+      landing = -1;
+    }
+    if (tiles_left > 0) {
+#pragma unroll
+      for (int i = 0; i < kGatherRowsPerThread; ++i) {
+        ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
+      }
+      g_ids += kBlockK;
+      slots_left -= kBlockK;
+    }
+  }
+
+  // Starts to fill slot `at`, prepared before. Chunk 8 is free when both value warpgroups have read it.
+  __device__ __forceinline__ void feed(int at, uint32_t parity) {
+    if (tiles_left > 0) {
+      const uint32_t s_piece = shared_address(shared.tiles[at]) + swizzled_offset(row(), piece());
+      const GatherRows rows(g_rows, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, id_end);
+      rows.template copy<kBegin, kBegin + kFrontChunks>(s_piece);
+      if constexpr (kBack) {
+        wait(&shared.probs_read[at], parity);
+        rows.template copy<kBegin + kFrontChunks, kEnd>(s_piece);
+      } else {
+        // Bit 8 (row % 4) + row / 16 of word row / 4 % 4.
+        const uint32_t word = __ballot_sync(~0u, rows.visible >> piece() & 1);
+        if (thread % kWarpThreads == 0) shared.visible[at][thread / kWarpThreads] = word;
+      }
+      landing = at;
+      --tiles_left;
+    } else if (index < p.items) {
+      if constexpr (kBack) wait(&shared.probs_read[at], parity);
+      const Item item(p, index);
+      index += gridDim.x;
+      if (thread == 0) {
+        if constexpr (!kBack) shared.item_tiles[at] = item.tiles;
+        arrive_and_expect(full(at), (kEnd - kBegin) * kChunkBytes);
+#pragma unroll 1
+        for (int chunk = kBegin; chunk < kEnd; ++chunk) {
+          tma_load(shared.tiles[at] + chunk * kChunkElements, &q_map,
+                   {chunk * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b}, full(at));
+        }
+      } else if (thread % kWarpThreads == 0) {
+        arrive(full(at));
+      }
+      tiles_left = item.tiles;
+      const int first_slot = item.first_tile * kBlockK + row();
+      slots_left = item.slot_end - first_slot;
+      id_end = item.id_end;
+      g_ids = item.indices(p) + first_slot;
+      g_rows = reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b +
+                                             item.group * p.kv_stride_g) +
+               piece() * 16;
+    }
+  }
+};
+
+}  // namespace dsa::sparse_mla_fwd

@@ -1,0 +1,266 @@
+// Up to 32 heads ("narrow"): S^T = K Q^T and O^T += V^T P^T, heads as columns, so that few heads cost little.
+//
+// Who does what, for tile j of an item:
+//
+//   warpgroup         waits for                      does                                         signals
+//   score             full_front[j], full_back[j]    S^T = K Q^T; softmax; P^T into the tile      probs_written[j]
+//   value 0 (front)   probs_written[j]               O[:, 0:256) = O * rescale + P V              probs_read[j]
+//                                                    gathers columns [0, 256) of tile j+2         full_front[j+2]
+//   value 1 (back)    probs_written[j]               O[:, 256:512) = O * rescale + P V
+//                     probs_read[j]                  gathers the other columns of tile j+2        full_back[j+2]
+//
+// Reading keys and values from shared memory is what takes the time here, and the gather. Q is the second operand of
+// wgmma and stays in shared memory, which leaves room for two tiles.
+#pragma once
+
+#include "feeder.cuh"
+#include "output.cuh"
+#include "sm90/math.cuh"
+#include "sm90/matrix_copy.cuh"
+
+namespace dsa::sparse_mla_fwd {
+
+// Stores 64 rows x kHeads columns of an accumulator as kHeads rows of one 64-column chunk.
+template <int kHeads, class Accumulator>
+__device__ __forceinline__ void store_transposed(uint32_t chunk, const Accumulator& r, int thread) {
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const int piece = warp * 2 + lane / 8 % 2;
+#pragma unroll
+  for (int i = 0; i < kHeads / 8; i += 2) {
+    store_matrices_transposed(chunk + swizzled_offset((i + lane / 16) * 8 + lane % 8, piece),
+                              pack_bf16(r(4 * i), r(4 * i + 1)), pack_bf16(r(4 * i + 2), r(4 * i + 3)),
+                              pack_bf16(r(4 * i + 4), r(4 * i + 5)), pack_bf16(r(4 * i + 6), r(4 * i + 7)));
+  }
+}
+
+template <Config kC>
+__device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Params& p, int thread) {
+  using namespace cute;
+  constexpr int kHeads = kC.heads, kColumns = kHeads / 4;  // kColumns of the heads in a thread's part of S^T
+  constexpr int kPieces = kHeads * kSwizzleRowBytes / 16;  // of 16 bytes, in a chunk of Q
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const uint32_t flip = p.negate_q ? 0x80008000u : 0u;
+  // Column c of this thread is head c / 2 * 8 + lane % 4 * 2 + c % 2; lanes with equal lane % 4 have the same ones.
+  const int first_head = lane % 4 * 2;
+  const auto head = [&](int c) { return c / 2 * 8 + first_head + c % 2; };
+
+  NarrowScoreMma<kHeads> mma;
+  Tensor s_q = make_tensor(make_smem_ptr(shared.q.chunks), HeadsByColumns<kHeads, kC.d_qk>{});
+  Tensor r_q = mma.get_slice(thread).partition_fragment_B(s_q);
+  Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kHeads>>{});
+  Ring<kC.stages> at;
+  Ring<2> finish_at;
+
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+    wait(&shared.full_front[at.slot], at.parity);
+    wait(&shared.full_back[at.slot], at.parity);
+    const int tiles = shared.item_tiles[at.slot];
+    for (int i = thread; i < kC.d_qk / kChunkColumns * kPieces; i += kWarpgroupThreads) {
+      const Bf16* from = shared.tiles[at.slot] + i / kPieces * kChunkElements;
+      const uint4 v = reinterpret_cast<const uint4*>(from)[i % kPieces];
+      reinterpret_cast<uint4*>(shared.q.chunks)[i] = {v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip};
+    }
+    fence_async_proxy();
+    sync_warpgroup<kScoreBarrier>();
+    if (lane == 0) arrive(&shared.probs_written[at.slot]);
+    at.advance();
+
+    float column_max[kColumns], column_sum[kColumns];  // the sum of this thread's keys only
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) column_max[c] = -INFINITY, column_sum[c] = 0.f;
+    for (int j = 0; j < tiles; ++j) {
+      // S^T = K Q^T
+      Tensor s_k = make_tensor(make_smem_ptr(shared.tiles[at.slot]), RowsByColumns<kC.d_qk>{});
+      Tensor r_k = mma.get_slice(thread).partition_fragment_A(s_k);
+      wait(&shared.full_front[at.slot], at.parity);
+      wait(&shared.full_back[at.slot], at.parity);
+      warpgroup_fence_operand(r_s);
+      warpgroup_arrive();
+      mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+      for (int k = 0; k < kC.d_qk / kStepColumns; ++k) {
+        gemm(mma, r_k(_, _, k), r_q(_, _, k), r_s);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      // Whether this thread's keys, rows lane / 4 and lane / 4 + 8 of its warp's 16, are visible.
+      bool visible[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = lane / 4 + 8 * r;
+        visible[r] = shared.visible[at.slot][row / 4] >> (row % 4 * 8 + warp) & 1;
+      }
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(r_s);
+#pragma unroll
+      for (int i = 0; i < size(r_s); ++i) r_s(i) = visible[i / 2 % 2] ? r_s(i) * p.scale_log2 : -INFINITY;
+
+      // P = 2^(S * scale - max), with a maximum that is a whole number and may lag behind
+      bool raise = false;
+      float top[kColumns];
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        top[c] = fmaxf(r_s(c / 2 * 4 + c % 2), r_s(c / 2 * 4 + c % 2 + 2));
+        raise |= top[c] > column_max[c] + kRescaleStep;
+      }
+      int exponents[kColumns];
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) exponents[c] = kExponentOfOne;
+      // This also waits until every warp has read chunk 8, which P is to overwrite.
+      if (any_of_warpgroup<kScoreBarrier>(raise)) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+          for (int lanes = 4; lanes < kWarpThreads; lanes *= 2) {
+            top[c] = fmaxf(top[c], __shfl_xor_sync(~0u, top[c], lanes));
+          }
+          if (lane < 4) shared.q.columns[warp][head(c)] = top[c];
+        }
+        sync_warpgroup<kScoreBarrier>();
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          float all = shared.q.columns[0][head(c)];
+#pragma unroll
+          for (int w = 1; w < kWarpsPerWarpgroup; ++w) all = fmaxf(all, shared.q.columns[w][head(c)]);
+          all = ceilf(all);
+          exponents[c] = rescale_bits(column_max[c], all);
+          column_sum[c] *= power_of_two(exponents[c]);
+          column_max[c] = fmaxf(column_max[c], all);
+        }
+        sync_warpgroup<kScoreBarrier>();
+      }
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const float base = column_max[c] == -INFINITY ? 0.f : column_max[c];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float& s = r_s(c / 2 * 4 + 2 * r + c % 2);
+          s = exp2_fast(s - base);
+          column_sum[c] += s;
+        }
+        if (thread < 4) shared.rescale[at.slot][head(c)] = exponents[c];
+      }
+      store_transposed<kHeads>(shared_address(shared.tiles[at.slot]) + kLastChunk * kChunkBytes, r_s, thread);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) arrive(&shared.probs_written[at.slot]);
+      at.advance();
+    }
+
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int lanes = 4; lanes < kWarpThreads; lanes *= 2) {
+        column_sum[c] += __shfl_xor_sync(~0u, column_sum[c], lanes);
+      }
+      if (lane < 4) shared.q.columns[warp][head(c)] = column_sum[c];
+    }
+    sync_warpgroup<kScoreBarrier>();
+    if (thread < 4) {
+      const Item item(p, index);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < kWarpsPerWarpgroup; ++w) sum += shared.q.columns[w][head(c)];
+        shared.finish[finish_at.slot][head(c)] = finish_row(p, item, head(c), column_max[c], sum);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(&shared.finished[finish_at.slot]);
+    finish_at.advance();
+  }
+}
+
+template <Config kC, bool kBack>
+__device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
+                                                  const CUtensorMap& out_map, int thread) {
+  using namespace cute;
+  constexpr int kHeads = kC.heads, kRows = kFrontChunks * kChunkColumns;  // rows of O^T, columns of O
+  constexpr int kFirst = kBack ? kFrontChunks : 0, kBarrier = kBack ? kBackBarrier : kFrontBarrier;
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const auto head = [&](int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; };  // of accumulator i of a chunk
+
+  NarrowValueMma<kHeads> mma;
+  Tensor r_o = partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeads>>{});  // (of a chunk, chunks, 1)
+  Feeder<kC, kBack> feeder{shared, p, q_map, thread};
+  Ring<kC.stages> at;
+  Ring<2> finish_at;
+  const auto refill = [&] {
+    if (!kBack && lane == 0) arrive(&shared.probs_read[at.slot]);
+    feeder.feed(at.slot, at.parity);
+    at.advance();
+  };
+  const auto scale_heads = [&](const auto& factor) {
+#pragma unroll
+    for (int i = 0; i < kHeads / 2; ++i) {
+      const float f = factor(head(i));
+#pragma unroll
+      for (int chunk = 0; chunk < kFrontChunks; ++chunk) r_o(i, chunk, 0) *= f;
+    }
+  };
+
+  for (int i = 0; i < kC.stages; ++i) {
+    feeder.prepare();
+    feeder.feed(i, 1);
+  }
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+    wait(&shared.probs_written[at.slot], at.parity);  // the score warpgroup has taken Q
+    const int tiles = shared.item_tiles[at.slot];
+    feeder.prepare();
+    refill();
+
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    for (int j = 0; j < tiles; ++j) {
+      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kFirst * kChunkElements), ColumnsByRows<kRows>{});
+      Tensor s_p = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kLastChunk * kChunkElements),
+                               HeadsByColumns<kHeads, kTileRows>{});
+      Tensor r_v = mma.get_slice(thread).partition_fragment_A(s_v);
+      Tensor r_p = mma.get_slice(thread).partition_fragment_B(s_p);
+      wait(&shared.probs_written[at.slot], at.parity);
+      if (j > 0) {
+        const bool rescale = shared.rescale[at.slot][lane % kHeads] != kExponentOfOne;
+        if (__any_sync(~0u, rescale)) {
+          scale_heads([&](int h) { return power_of_two(shared.rescale[at.slot][h]); });
+        }
+      }
+      warpgroup_fence_operand(r_o);
+      warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < kTileRows / kStepColumns; ++k) {
+        gemm(mma, r_v(_, _, k), r_p(_, _, k), r_o);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      feeder.prepare();
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(r_o);
+      sync_warpgroup<kBarrier>();
+      if (j + 1 < tiles) refill();
+    }
+
+    wait(&shared.finished[finish_at.slot], finish_at.parity);
+    scale_heads([&](int h) { return shared.finish[finish_at.slot][h]; });
+    finish_at.advance();
+    const Item item(p, index);
+    if (p.splits > 1) {
+      const int64_t first_row = item.split * p.rows + item.first_row(p);
+#pragma unroll
+      for (int i = 0; i < size(r_o); ++i) {
+        const int h = head(i % (kHeads / 2)), chunk = kFirst + i / (kHeads / 2);
+        const int column = chunk * kChunkColumns + warp * 16 + lane / 4 + i / 2 % 2 * 8;
+        if (h < item.heads_left(p)) p.partial_out[(first_row + h) * kC.d_v + column] = r_o(i);
+      }
+    } else {
+#pragma unroll
+      for (int chunk = 0; chunk < kFrontChunks; ++chunk) {
+        store_transposed<kHeads>(shared_address(shared.tiles[at.slot]) + (kFirst + chunk) * kChunkBytes,
+                                 r_o(_, chunk, 0), thread);
+      }
+      store_output<kC, kBack>(shared, at.slot, out_map, item, thread);
+    }
+    refill();
+  }
+}
+
+}  // namespace dsa::sparse_mla_fwd

@@ -1,0 +1,46 @@
+// The end of an item: lse, the last factor of O, and O's way to global memory.
+#pragma once
+
+#include "sm90/math.cuh"
+#include "sm90/tma.cuh"
+#include "storage.cuh"
+
+namespace dsa::sparse_mla_fwd {
+
+// Writes lse and returns the factor that turns O into the output, from the maximum (times scale) and the sum of a head's row.
+__device__ __forceinline__ float finish_row(const Params& p, const Item& item, int head, float row_max,
+                                            float row_sum) {
+  const bool exists = head < item.heads_left(p);
+  const bool empty = row_max == -INFINITY;
+  float denominator = row_sum;
+  if (exists && p.attn_sink != nullptr && p.splits == 1) {
+    const int h = item.group * (p.heads / p.groups) + item.head_block * kBlockHeads + head;
+    denominator += exp2_fast(p.attn_sink[h * p.attn_sink_stride] * kLog2E - row_max);
+  }
+  if (exists) {
+    float* g_lse = p.splits == 1 ? p.lse : p.partial_lse + item.split * p.rows;
+    g_lse[item.first_row(p) + head] = empty ? -INFINITY : kLn2 * (row_max + log2f(row_sum));
+  }
+  return empty ? 0.f : 1.f / denominator;
+}
+
+// Sends the O that one value warpgroup has put in place of its values. All its threads call this.
+template <Config kC, bool kBack>
+__device__ __forceinline__ void store_output(SharedStorage<kC>& shared, int slot, const CUtensorMap& out_map,
+                                             const Item& item, int thread) {
+  constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier, kFirst = kBack ? kFrontChunks : 0;
+  fence_async_proxy();
+  sync_warpgroup<kBarrier>();
+  if (thread == 0) {
+#pragma unroll 1
+    for (int chunk = kFirst; chunk < kFirst + kFrontChunks; ++chunk) {
+      tma_store(&out_map, shared.tiles[slot] + chunk * kChunkElements,
+                {chunk * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b});
+    }
+    tma_store_commit();
+    tma_store_wait_read();
+  }
+  sync_warpgroup<kBarrier>();
+}
+
+}  // namespace dsa::sparse_mla_fwd

@@ -1,0 +1,297 @@
+// 17 to 64 heads ("wide"): S = Q K^T and O += P V, heads as rows.
+//
+// Who does what, for tile j of an item:
+//
+//   warpgroup         waits for                           does                                   signals
+//   score             full_front[j], full_back[j]         S = Q K^T                              probs_turn[j-1]
+//                                                         softmax; P into the tile               probs_written[j]
+//   value 0 (front)   probs_written[j], probs_turn[j]     O[:, 0:256) = O * rescale + P V        probs_read[j]
+//                                                         gathers columns [0, 256) of tile j+3   full_front[j+3]
+//   value 1 (back)    probs_written[j], probs_turn[j]     O[:, 256:512) = O * rescale + P V
+//                     probs_read[j]                       gathers the other columns of tile j+3  full_back[j+3]
+//
+// The score warpgroup holds Q in registers, so that S reads shared memory for K alone. The values of tile j wait for
+// their turn: until S of tile j+1 is done. So they fill the tensor cores during the softmax of tile j+1, and S has the
+// tensor cores for itself; the score warpgroup is the one that all others follow.
+//
+// Registers of a thread: 128 of O and 24 others in the value warpgroups; 124 of Q, 32 of S and 24 others in the score
+// one. ptxas gives the operands of wgmma the registers from 24 upwards and keeps two to four for itself.
+#pragma once
+
+#include "feeder.cuh"
+#include "output.cuh"
+#include "sm90/math.cuh"
+#include "sm90/matrix_copy.cuh"
+
+namespace dsa::sparse_mla_fwd {
+
+inline constexpr int kRegisterSteps = 31;  // of Q's 32 value steps; ptxas finds no room for the last
+
+// Rows lane/4 and lane/4 + 8 of an accumulator, times one factor each.
+template <class Accumulator>
+__device__ __forceinline__ void scale_rows(Accumulator& r, const float (&factors)[2]) {
+#pragma unroll
+  for (int i = 0; i < cute::size(r); ++i) r(i) *= factors[i / 2 % 2];
+}
+
+template <Config kC>
+__device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Params& p, int thread) {
+  using namespace cute;
+  constexpr int kTailSteps = tail_columns(kC) / kStepColumns;
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const int matrix_row = warp * 16 + lane % 16, matrix_piece = lane / 16;  // of ldmatrix and stmatrix
+  const int row = warp * 16 + lane / 4;                                    // and row + 8: of this thread's scores
+  const uint32_t flip = p.negate_q ? 0x80008000u : 0u;
+
+  ScoreMmaFromRegisters mma;
+  ScoreMmaFromShared shared_mma;
+  Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kRegisterSteps>>{});
+  Tensor r_s = partition_fragment_C(mma, Shape<_64, _64>{});
+  uint32_t* q_words = reinterpret_cast<uint32_t*>(r_q.data());
+  Tensor s_q_last = make_tensor(make_smem_ptr(shared.q.last_step), RowsByStep{});
+  Tensor r_q_last = shared_mma.get_slice(thread).partition_fragment_A(s_q_last);
+  shared_mma.accumulate_ = GMMA::ScaleOut::One;
+
+  Ring<kC.stages> at;
+  Ring<2> finish_at;
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+    // Q: value columns into registers but for the last step, the tail into its own chunk.
+    wait(&shared.full_front[at.slot], at.parity);
+    wait(&shared.full_back[at.slot], at.parity);
+    const int tiles = shared.item_tiles[at.slot];
+    const uint32_t q_tile = shared_address(shared.tiles[at.slot]);
+#pragma unroll
+    for (int k = 0; k <= kRegisterSteps; ++k) {
+      uint32_t words[4];
+      load_matrices(q_tile + (k / 4) * kChunkBytes + swizzled_offset(matrix_row, k % 4 * 2 + matrix_piece), words);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] ^= flip;
+      if (k < kRegisterSteps) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q_words[4 * k + i] = words[i];
+      } else {
+        const uint32_t to = shared_address(shared.q.last_step) + matrix_row * 32 + ((matrix_piece ^ matrix_row / 4 % 2) << 4);
+        store_matrices(to, words[0], words[1], words[2], words[3]);
+      }
+    }
+    if constexpr (kTailSteps > 0) {
+      const uint4* from = reinterpret_cast<const uint4*>(shared.tiles[at.slot] + kLastChunk * kChunkElements);
+      uint4* to = reinterpret_cast<uint4*>(shared.q.tail);
+#pragma unroll
+      for (int i = thread; i < kChunkBytes / 16; i += kWarpgroupThreads) {
+        const uint4 v = from[i];
+        to[i] = {v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip};
+      }
+    }
+    fence_async_proxy();
+    sync_warpgroup<kScoreBarrier>();
+    if (lane == 0) {
+      arrive(&shared.probs_written[at.slot]);
+      arrive(&shared.probs_turn[at.slot]);
+    }
+    at.advance();
+
+    float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
+    int previous_slot = 0;
+    const auto signal_written = [&] {
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) arrive(&shared.probs_written[previous_slot]);
+    };
+    for (int j = 0; j < tiles; ++j) {
+      // S = Q K^T
+      Tensor s_k = make_tensor(make_smem_ptr(shared.tiles[at.slot]), RowsByColumns<kC.d_qk>{});
+      Tensor r_k = mma.get_slice(thread).partition_fragment_B(s_k);
+      wait(&shared.full_front[at.slot], at.parity);
+      wait(&shared.full_back[at.slot], at.parity);
+      warpgroup_arrive();
+      mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+      for (int k = 0; k < kRegisterSteps; ++k) {
+        gemm(mma, r_q(_, _, k), r_k(_, _, k), r_s);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      gemm(shared_mma, r_q_last(_, _, 0), r_k(_, _, Int<kRegisterSteps>{}), r_s);
+      if constexpr (kTailSteps > 0) {
+        Tensor s_q_tail = make_tensor(make_smem_ptr(shared.q.tail), RowsByColumns<tail_columns(kC)>{});
+        Tensor r_q_tail = shared_mma.get_slice(thread).partition_fragment_A(s_q_tail);
+#pragma unroll
+        for (int k = 0; k < kTailSteps; ++k) {
+          gemm(shared_mma, r_q_tail(_, _, k), r_k(_, _, kRegisterSteps + 1 + k), r_s);
+        }
+      }
+      warpgroup_commit_batch();
+      if (j > 0) signal_written();
+      // Which of this thread's columns are visible keys: bit 8 e + i is column 16 i + lane % 4 * 2 + e, plus 8 in high.
+      const uint32_t low = shared.visible[at.slot][lane / 2 % 2] >> lane % 2 * 16 & 0x0f0f;
+      const uint32_t high = shared.visible[at.slot][lane / 2 % 2 + 2] >> lane % 2 * 16 & 0x0f0f;
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(r_s);
+      if (j > 0 && lane == 0) arrive(&shared.probs_turn[previous_slot]);
+      if ((low & high) != 0x0f0f) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          if (!((i / 4 % 2 ? high : low) & 1u << (i % 2 * 8 + i / 8))) r_s(i) = -INFINITY;
+        }
+      }
+
+      // P = 2^(S * scale - max), with a maximum that is a whole number and may lag behind
+      float top[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(r_s(2 * r), r_s(2 * r + 1));
+#pragma unroll
+        for (int i = 2 * r + 4; i < 32; i += 4) top[r] = fmaxf(top[r], fmaxf(r_s(i), r_s(i + 1)));
+        top[r] *= p.scale_log2;
+      }
+      int exponents[2] = {kExponentOfOne, kExponentOfOne};
+      if (__any_sync(~0u, top[0] > row_max[0] + kRescaleStep || top[1] > row_max[1] + kRescaleStep)) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+          top[r] = ceilf(fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2)));
+          exponents[r] = rescale_bits(row_max[r], top[r]);
+          row_sum[r] *= power_of_two(exponents[r]);
+          row_max[r] = fmaxf(row_max[r], top[r]);
+        }
+      }
+      if (lane % 4 == 0) {
+        shared.rescale[at.slot][row] = exponents[0];
+        shared.rescale[at.slot][row + 8] = exponents[1];
+      }
+      const float base[2] = {row_max[0] == -INFINITY ? 0.f : -row_max[0], row_max[1] == -INFINITY ? 0.f : -row_max[1]};
+#pragma unroll
+      for (int i = 0; i < 32; i += 2) {
+        const int r = i / 2 % 2;
+        r_s(i) = exp2_fast(fmaf(r_s(i), p.scale_log2, base[r]));
+        r_s(i + 1) = exp2_fast(fmaf(r_s(i + 1), p.scale_log2, base[r]));
+        row_sum[r] += r_s(i) + r_s(i + 1);
+      }
+
+      // P goes to the value warpgroups in place of chunk 8, which only this warpgroup reads.
+      uint32_t packed[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) packed[i] = pack_bf16(r_s(2 * i), r_s(2 * i + 1));
+      sync_warpgroup<kScoreBarrier>();
+      const uint32_t s_p = shared_address(shared.tiles[at.slot]) + kLastChunk * kChunkBytes;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        store_matrices(s_p + swizzled_offset(matrix_row, 2 * i + matrix_piece), packed[4 * i], packed[4 * i + 1],
+                       packed[4 * i + 2], packed[4 * i + 3]);
+      }
+      previous_slot = at.slot;
+      at.advance();
+    }
+    signal_written();
+
+    const Item item(p, index);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
+      row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
+      if (lane % 4 == 0) {
+        shared.finish[finish_at.slot][row + 8 * r] = finish_row(p, item, row + 8 * r, row_max[r], row_sum[r]);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      arrive(&shared.finished[finish_at.slot]);
+      arrive(&shared.probs_turn[previous_slot]);
+    }
+    finish_at.advance();
+  }
+}
+
+template <Config kC, bool kBack>
+__device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
+                                           const CUtensorMap& out_map, int thread) {
+  using namespace cute;
+  constexpr int kColumns = kFrontChunks * kChunkColumns;
+  constexpr int kFirstColumn = kBack ? kColumns : 0, kFirstElement = kFirstColumn * kTileRows;
+  constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier;
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, row = warp * 16 + lane / 4;
+
+  ValueMma mma;
+  Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kColumns>>{});
+  Feeder<kC, kBack> feeder{shared, p, q_map, thread};
+  Ring<kC.stages> at;
+  Ring<2> finish_at;
+  // Both warpgroups have read the slot, its last chunk too: what comes three places later in the ring may arrive.
+  const auto refill = [&] {
+    if (!kBack && lane == 0) arrive(&shared.probs_read[at.slot]);
+    feeder.feed(at.slot, at.parity);
+    at.advance();
+  };
+
+  for (int i = 0; i < kC.stages; ++i) {
+    feeder.prepare();
+    feeder.feed(i, 1);
+  }
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+    wait(&shared.probs_turn[at.slot], at.parity);  // the score warpgroup has taken Q
+    const int tiles = shared.item_tiles[at.slot];
+    feeder.prepare();
+    refill();
+
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    for (int j = 0; j < tiles; ++j) {
+      Tensor s_p = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kLastChunk * kChunkElements),
+                               RowsByColumns<kTileRows>{});
+      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kFirstElement), ColumnsByRows<kColumns>{});
+      Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
+      Tensor r_v = mma.get_slice(thread).partition_fragment_B(s_v);
+      wait(&shared.probs_written[at.slot], at.parity);
+      if (j > 0) {
+        const int exponents[2] = {shared.rescale[at.slot][row], shared.rescale[at.slot][row + 8]};
+        if (__any_sync(~0u, (exponents[0] & exponents[1]) != kExponentOfOne)) {
+          scale_rows(r_o, {power_of_two(exponents[0]), power_of_two(exponents[1])});
+        }
+      }
+      wait(&shared.probs_turn[at.slot], at.parity);
+      warpgroup_fence_operand(r_o);
+      warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < kTileRows / 16; ++k) {
+        gemm(mma, r_p(_, _, k), r_v(_, _, k), r_o);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      feeder.prepare();
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(r_o);
+      sync_warpgroup<kBarrier>();
+      if (j + 1 < tiles) refill();
+    }
+
+    wait(&shared.finished[finish_at.slot], finish_at.parity);
+    const float factors[2] = {shared.finish[finish_at.slot][row], shared.finish[finish_at.slot][row + 8]};
+    finish_at.advance();
+    const Item item(p, index);
+    scale_rows(r_o, factors);
+    if (p.splits > 1) {
+      const int64_t split_row = item.split * p.rows + item.first_row(p);
+      float* g_out = p.partial_out + (split_row + row) * kC.d_v + kFirstColumn + lane % 4 * 2;
+#pragma unroll
+      for (int r = 0; r < 2; ++r, g_out += 8 * kC.d_v) {
+        if (row + 8 * r >= item.heads_left(p)) break;
+#pragma unroll
+        for (int i = 2 * r; i < size(r_o); i += 4) {
+          *reinterpret_cast<float2*>(g_out + i / 4 * 8) = {r_o(i), r_o(i + 1)};
+        }
+      }
+    } else {
+      // O takes the place of the values that this warpgroup alone read, in the layout that TMA stores.
+      const uint32_t s_o = shared_address(shared.tiles[at.slot] + kFirstElement);
+#pragma unroll
+      for (int i = 0; i < kColumns / 16; ++i) {
+        store_matrices(s_o + i / 4 * kChunkBytes + swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
+                       pack_bf16(r_o(8 * i), r_o(8 * i + 1)), pack_bf16(r_o(8 * i + 2), r_o(8 * i + 3)),
+                       pack_bf16(r_o(8 * i + 4), r_o(8 * i + 5)), pack_bf16(r_o(8 * i + 6), r_o(8 * i + 7)));
+      }
+      store_output<kC, kBack>(shared, at.slot, out_map, item, thread);
+    }
+    refill();
+  }
+}
+
+}  // namespace dsa::sparse_mla_fwd
