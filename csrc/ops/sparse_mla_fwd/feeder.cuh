@@ -27,26 +27,26 @@ struct Feeder {
   __device__ __forceinline__ int piece() const { return thread % kGatherThreadsPerRow; }
   __device__ __forceinline__ int row() const { return thread / kGatherThreadsPerRow; }
 
-  // Tells of the rows that the last feed asked for, once they are here, and reads the ids of the next one.
-  __device__ __forceinline__ void prepare() {
-    if (landing >= 0) {
-      wait_copies();
-      fence_async_proxy();
-      __syncwarp();
-      if (thread % kWarpThreads == 0) arrive(full(landing));
-      landing = -1;
-    }
-    if (tiles_left > 0) {
-#pragma unroll
-      for (int i = 0; i < kGatherRowsPerThread; ++i) {
-        ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
-      }
-      g_ids += kBlockK;
-      slots_left -= kBlockK;
-    }
+  // Tells of the rows that the last feed asked for, once they are here.
+  __device__ __forceinline__ void publish() {
+    if (landing < 0) return;
+    wait_copies();
+    fence_async_proxy();
+    __syncwarp();
+    if (thread % kWarpThreads == 0) arrive(full(landing));
+    landing = -1;
   }
 
-  // Starts to fill slot `at`, prepared before. Chunk 8 is free when both value warpgroups have read it.
+  __device__ __forceinline__ void load_ids() {
+#pragma unroll
+    for (int i = 0; i < kGatherRowsPerThread; ++i) {
+      ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
+    }
+    g_ids += kBlockK;
+    slots_left -= kBlockK;
+  }
+
+  // Starts to fill slot `at`. Its chunk 8 is free when both value warpgroups have read it.
   __device__ __forceinline__ void feed(int at, uint32_t parity) {
     if (tiles_left > 0) {
       const uint32_t s_piece = shared_address(shared.tiles[at]) + swizzled_offset(row(), piece());
@@ -61,7 +61,7 @@ struct Feeder {
         if (thread % kWarpThreads == 0) shared.visible[at][thread / kWarpThreads] = word;
       }
       landing = at;
-      --tiles_left;
+      if (--tiles_left > 0) load_ids();
     } else if (index < p.items) {
       if constexpr (kBack) wait(&shared.probs_read[at], parity);
       const Item item(p, index);
@@ -85,6 +85,7 @@ struct Feeder {
       g_rows = reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b +
                                              item.group * p.kv_stride_g) +
                piece() * 16;
+      load_ids();
     }
   }
 };

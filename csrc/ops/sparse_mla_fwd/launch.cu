@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
 #include "combine.cuh"
@@ -28,8 +29,16 @@ const char* launch_config(Params p, cudaStream_t stream) {
   const auto kernel = sparse_mla_fwd_kernel<kConfig>;
   constexpr int kBytes = sizeof(SharedStorage<kConfigs[kConfig]>);
   static_assert(kBytes <= kMaxSharedBytes);
-  const cudaError_t attribute = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (attribute != cudaSuccess) return cudaGetErrorString(attribute);
+  // Once on each device: the call costs the host about as much as the launch.
+  static std::atomic<uint64_t> prepared_devices = 0;
+  int device = 0;
+  cudaGetDevice(&device);
+  const uint64_t bit = uint64_t(1) << device % 64;
+  if (!(prepared_devices.load() & bit)) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+    prepared_devices.fetch_or(bit);
+  }
   p.rows = int64_t(p.batch) * p.seq_q * p.heads;
   p.items = p.batch * p.seq_q * p.groups * p.splits * ceil_div(group_heads, kBlockHeads);
   p.scale_log2 = std::fmax(std::fabs(p.sm_scale), 1e-38f) * kLog2E;

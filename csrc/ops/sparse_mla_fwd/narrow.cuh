@@ -201,13 +201,13 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
   };
 
   for (int i = 0; i < kC.stages; ++i) {
-    feeder.prepare();
+    feeder.publish();
     feeder.feed(i, 1);
   }
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     wait(&shared.probs_written[at.slot], at.parity);  // the score warpgroup has taken Q
     const int tiles = shared.item_tiles[at.slot];
-    feeder.prepare();
+    feeder.publish();
     refill();
 
     mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -232,7 +232,7 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-      feeder.prepare();
+      feeder.publish();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       sync_warpgroup<kBarrier>();

@@ -224,13 +224,13 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
   };
 
   for (int i = 0; i < kC.stages; ++i) {
-    feeder.prepare();
+    feeder.publish();
     feeder.feed(i, 1);
   }
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     wait(&shared.probs_turn[at.slot], at.parity);  // the score warpgroup has taken Q
     const int tiles = shared.item_tiles[at.slot];
-    feeder.prepare();
+    feeder.publish();
     refill();
 
     mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -256,7 +256,7 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-      feeder.prepare();
+      feeder.publish();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       sync_warpgroup<kBarrier>();
