@@ -34,6 +34,10 @@ constexpr int tail_columns(const Config& c) { return c.d_qk - c.d_v; }
 // Few heads are columns, not rows, of the products.
 constexpr bool is_narrow(const Config& c) { return c.heads < kBlockHeads; }
 
+// How a filled slot is signalled. On landing: by the copies themselves, and readers fence before the tensor cores read.
+// Otherwise the threads that copied wait, fence and signal, one tile later but off the readers' critical path.
+constexpr bool signals_on_landing(const Config& c) { return is_narrow(c); }
+
 constexpr bool all_fit() {
   for (const Config& c : kConfigs) {
     if (2 * c.value_registers + c.score_registers > kMaxRegisters) return false;

@@ -9,6 +9,7 @@ namespace dsa::sparse_mla_fwd {
 // One value warpgroup's share of filling the ring: Q and then the kv rows of each item, three slots ahead of their use.
 template <Config kC, bool kBack>
 struct Feeder {
+  static constexpr bool kSignalOnLanding = signals_on_landing(kC);
   static constexpr int kBegin = kBack ? kFrontChunks : 0, kEnd = kBack ? kC.d_qk / kChunkColumns : kFrontChunks;
 
   SharedStorage<kC>& shared;
@@ -27,13 +28,19 @@ struct Feeder {
   __device__ __forceinline__ int piece() const { return thread % kGatherThreadsPerRow; }
   __device__ __forceinline__ int row() const { return thread / kGatherThreadsPerRow; }
 
-  // Tells of the rows that the last feed asked for, once they are here.
+  // What was written to slot `at` is complete; with kSignalOnLanding, once its copies have landed.
+  __device__ __forceinline__ void signal(int at) {
+    __syncwarp();
+    if (thread % kWarpThreads == 0) arrive(full(at));
+    if constexpr (kSignalOnLanding) arrive_after_copies(full(at));
+  }
+
+  // Signals the slot of the last feed once its rows are here.
   __device__ __forceinline__ void publish() {
     if (landing < 0) return;
     wait_copies();
     fence_async_proxy();
-    __syncwarp();
-    if (thread % kWarpThreads == 0) arrive(full(landing));
+    signal(landing);
     landing = -1;
   }
 
@@ -60,7 +67,11 @@ struct Feeder {
         const uint32_t word = __ballot_sync(~0u, rows.visible >> piece() & 1);
         if (thread % kWarpThreads == 0) shared.visible[at][thread / kWarpThreads] = word;
       }
-      landing = at;
+      if constexpr (kSignalOnLanding) {
+        signal(at);
+      } else {
+        landing = at;
+      }
       if (--tiles_left > 0) load_ids();
     } else if (index < p.items) {
       if constexpr (kBack) wait(&shared.probs_read[at], parity);
@@ -68,15 +79,14 @@ struct Feeder {
       index += gridDim.x;
       if (thread == 0) {
         if constexpr (!kBack) shared.item_tiles[at] = item.tiles;
-        arrive_and_expect(full(at), (kEnd - kBegin) * kChunkBytes);
+        expect_bytes(full(at), (kEnd - kBegin) * kChunkBytes);
 #pragma unroll 1
         for (int chunk = kBegin; chunk < kEnd; ++chunk) {
           tma_load(shared.tiles[at] + chunk * kChunkElements, &q_map,
                    {chunk * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b}, full(at));
         }
-      } else if (thread % kWarpThreads == 0) {
-        arrive(full(at));
       }
+      signal(at);
       tiles_left = item.tiles;
       const int first_slot = item.first_tile * kBlockK + row();
       slots_left = item.slot_end - first_slot;

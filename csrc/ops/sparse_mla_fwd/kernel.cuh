@@ -26,9 +26,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&out_map);
+    constexpr int kFullArrivals = kWarpsPerWarpgroup + (signals_on_landing(kC) ? kWarpgroupThreads : 0);
     for (int i = 0; i < kC.stages; ++i) {
-      barrier_init(&shared.full_front[i], kWarpsPerWarpgroup);
-      barrier_init(&shared.full_back[i], kWarpsPerWarpgroup);
+      barrier_init(&shared.full_front[i], kFullArrivals);
+      barrier_init(&shared.full_back[i], kFullArrivals);
       barrier_init(&shared.probs_written[i], kWarpsPerWarpgroup);
       barrier_init(&shared.probs_turn[i], kWarpsPerWarpgroup);
       barrier_init(&shared.probs_read[i], kWarpsPerWarpgroup);

@@ -74,6 +74,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Pa
       Tensor r_k = mma.get_slice(thread).partition_fragment_A(s_k);
       wait(&shared.full_front[at.slot], at.parity);
       wait(&shared.full_back[at.slot], at.parity);
+      fence_async_proxy();
       warpgroup_fence_operand(r_s);
       warpgroup_arrive();
       mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -186,11 +187,6 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
   Feeder<kC, kBack> feeder{shared, p, q_map, thread};
   Ring<kC.stages> at;
   Ring<2> finish_at;
-  const auto refill = [&] {
-    if (!kBack && lane == 0) arrive(&shared.probs_read[at.slot]);
-    feeder.feed(at.slot, at.parity);
-    at.advance();
-  };
   const auto scale_heads = [&](const auto& factor) {
 #pragma unroll
     for (int i = 0; i < kHeads / 2; ++i) {
@@ -200,30 +196,23 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
     }
   };
 
-  for (int i = 0; i < kC.stages; ++i) {
-    feeder.publish();
-    feeder.feed(i, 1);
-  }
-  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
-    wait(&shared.probs_written[at.slot], at.parity);  // the score warpgroup has taken Q
-    const int tiles = shared.item_tiles[at.slot];
-    feeder.publish();
-    refill();
-
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
-    for (int j = 0; j < tiles; ++j) {
+  for (int i = 0; i < kC.stages; ++i) feeder.feed(i, 1);
+  int index = blockIdx.x, tiles_left = 0;
+  while (tiles_left > 0 || index < p.items) {
+    wait(&shared.probs_written[at.slot], at.parity);
+    if (tiles_left == 0) {  // the score warpgroup has taken Q
+      tiles_left = shared.item_tiles[at.slot];
+      mma.accumulate_ = GMMA::ScaleOut::Zero;
+    } else {
       Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kFirst * kChunkElements), ColumnsByRows<kRows>{});
       Tensor s_p = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kLastChunk * kChunkElements),
                                HeadsByColumns<kHeads, kTileRows>{});
       Tensor r_v = mma.get_slice(thread).partition_fragment_A(s_v);
       Tensor r_p = mma.get_slice(thread).partition_fragment_B(s_p);
-      wait(&shared.probs_written[at.slot], at.parity);
-      if (j > 0) {
-        const bool rescale = shared.rescale[at.slot][lane % kHeads] != kExponentOfOne;
-        if (__any_sync(~0u, rescale)) {
-          scale_heads([&](int h) { return power_of_two(shared.rescale[at.slot][h]); });
-        }
+      if (__any_sync(~0u, shared.rescale[at.slot][lane % kHeads] != kExponentOfOne)) {
+        scale_heads([&](int h) { return power_of_two(shared.rescale[at.slot][h]); });
       }
+      fence_async_proxy();
       warpgroup_fence_operand(r_o);
       warpgroup_arrive();
 #pragma unroll
@@ -232,34 +221,36 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-      feeder.publish();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       sync_warpgroup<kBarrier>();
-      if (j + 1 < tiles) refill();
-    }
-
-    wait(&shared.finished[finish_at.slot], finish_at.parity);
-    scale_heads([&](int h) { return shared.finish[finish_at.slot][h]; });
-    finish_at.advance();
-    const Item item(p, index);
-    if (p.splits > 1) {
-      const int64_t first_row = item.split * p.rows + item.first_row(p);
+      if (--tiles_left == 0) {
+        wait(&shared.finished[finish_at.slot], finish_at.parity);
+        scale_heads([&](int h) { return shared.finish[finish_at.slot][h]; });
+        finish_at.advance();
+        const Item item(p, index);
+        if (p.splits > 1) {
+          const int64_t first_row = item.split * p.rows + item.first_row(p);
 #pragma unroll
-      for (int i = 0; i < size(r_o); ++i) {
-        const int h = head(i % (kHeads / 2)), chunk = kFirst + i / (kHeads / 2);
-        const int column = chunk * kChunkColumns + warp * 16 + lane / 4 + i / 2 % 2 * 8;
-        if (h < item.heads_left(p)) p.partial_out[(first_row + h) * kC.d_v + column] = r_o(i);
-      }
-    } else {
+          for (int i = 0; i < size(r_o); ++i) {
+            const int h = head(i % (kHeads / 2)), chunk = kFirst + i / (kHeads / 2);
+            const int column = chunk * kChunkColumns + warp * 16 + lane / 4 + i / 2 % 2 * 8;
+            if (h < item.heads_left(p)) p.partial_out[(first_row + h) * kC.d_v + column] = r_o(i);
+          }
+        } else {
 #pragma unroll
-      for (int chunk = 0; chunk < kFrontChunks; ++chunk) {
-        store_transposed<kHeads>(shared_address(shared.tiles[at.slot]) + (kFirst + chunk) * kChunkBytes,
-                                 r_o(_, chunk, 0), thread);
+          for (int chunk = 0; chunk < kFrontChunks; ++chunk) {
+            store_transposed<kHeads>(shared_address(shared.tiles[at.slot]) + (kFirst + chunk) * kChunkBytes,
+                                     r_o(_, chunk, 0), thread);
+          }
+          store_output<kC, kBack>(shared, at.slot, out_map, item, thread);
+        }
+        index += gridDim.x;
       }
-      store_output<kC, kBack>(shared, at.slot, out_map, item, thread);
     }
-    refill();
+    if (!kBack && lane == 0) arrive(&shared.probs_read[at.slot]);
+    feeder.feed(at.slot, at.parity);
+    at.advance();
   }
 }
 

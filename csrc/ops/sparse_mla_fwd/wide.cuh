@@ -216,42 +216,34 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
   Feeder<kC, kBack> feeder{shared, p, q_map, thread};
   Ring<kC.stages> at;
   Ring<2> finish_at;
-  // Both warpgroups have read the slot, its last chunk too: what comes three places later in the ring may arrive.
-  const auto refill = [&] {
-    if (!kBack && lane == 0) arrive(&shared.probs_read[at.slot]);
-    feeder.feed(at.slot, at.parity);
-    at.advance();
-  };
 
   for (int i = 0; i < kC.stages; ++i) {
     feeder.publish();
     feeder.feed(i, 1);
   }
-  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
-    wait(&shared.probs_turn[at.slot], at.parity);  // the score warpgroup has taken Q
-    const int tiles = shared.item_tiles[at.slot];
-    feeder.publish();
-    refill();
-
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
-    for (int j = 0; j < tiles; ++j) {
+  int index = blockIdx.x, tiles_left = 0;
+  while (tiles_left > 0 || index < p.items) {
+    if (tiles_left == 0) {
+      wait(&shared.probs_turn[at.slot], at.parity);  // the score warpgroup has taken Q
+      tiles_left = shared.item_tiles[at.slot];
+      mma.accumulate_ = GMMA::ScaleOut::Zero;
+      feeder.publish();
+    } else {
       Tensor s_p = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kLastChunk * kChunkElements),
                                RowsByColumns<kTileRows>{});
       Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kFirstElement), ColumnsByRows<kColumns>{});
       Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
       Tensor r_v = mma.get_slice(thread).partition_fragment_B(s_v);
       wait(&shared.probs_written[at.slot], at.parity);
-      if (j > 0) {
-        const int exponents[2] = {shared.rescale[at.slot][row], shared.rescale[at.slot][row + 8]};
-        if (__any_sync(~0u, (exponents[0] & exponents[1]) != kExponentOfOne)) {
-          scale_rows(r_o, {power_of_two(exponents[0]), power_of_two(exponents[1])});
-        }
+      const int exponents[2] = {shared.rescale[at.slot][row], shared.rescale[at.slot][row + 8]};
+      if (__any_sync(~0u, (exponents[0] & exponents[1]) != kExponentOfOne)) {
+        scale_rows(r_o, {power_of_two(exponents[0]), power_of_two(exponents[1])});
       }
       wait(&shared.probs_turn[at.slot], at.parity);
       warpgroup_fence_operand(r_o);
       warpgroup_arrive();
 #pragma unroll
-      for (int k = 0; k < kTileRows / 16; ++k) {
+      for (int k = 0; k < kTileRows / kStepColumns; ++k) {
         gemm(mma, r_p(_, _, k), r_v(_, _, k), r_o);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
@@ -260,37 +252,41 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       sync_warpgroup<kBarrier>();
-      if (j + 1 < tiles) refill();
-    }
-
-    wait(&shared.finished[finish_at.slot], finish_at.parity);
-    const float factors[2] = {shared.finish[finish_at.slot][row], shared.finish[finish_at.slot][row + 8]};
-    finish_at.advance();
-    const Item item(p, index);
-    scale_rows(r_o, factors);
-    if (p.splits > 1) {
-      const int64_t split_row = item.split * p.rows + item.first_row(p);
-      float* g_out = p.partial_out + (split_row + row) * kC.d_v + kFirstColumn + lane % 4 * 2;
+      if (--tiles_left == 0) {
+        wait(&shared.finished[finish_at.slot], finish_at.parity);
+        const float factors[2] = {shared.finish[finish_at.slot][row], shared.finish[finish_at.slot][row + 8]};
+        finish_at.advance();
+        const Item item(p, index);
+        scale_rows(r_o, factors);
+        if (p.splits > 1) {
+          const int64_t split_row = item.split * p.rows + item.first_row(p);
+          float* g_out = p.partial_out + (split_row + row) * kC.d_v + kFirstColumn + lane % 4 * 2;
 #pragma unroll
-      for (int r = 0; r < 2; ++r, g_out += 8 * kC.d_v) {
-        if (row + 8 * r >= item.heads_left(p)) break;
+          for (int r = 0; r < 2; ++r, g_out += 8 * kC.d_v) {
+            if (row + 8 * r >= item.heads_left(p)) break;
 #pragma unroll
-        for (int i = 2 * r; i < size(r_o); i += 4) {
-          *reinterpret_cast<float2*>(g_out + i / 4 * 8) = {r_o(i), r_o(i + 1)};
+            for (int i = 2 * r; i < size(r_o); i += 4) {
+              *reinterpret_cast<float2*>(g_out + i / 4 * 8) = {r_o(i), r_o(i + 1)};
+            }
+          }
+        } else {
+          // O takes the place of the values that this warpgroup alone read, in the layout that TMA stores.
+          const uint32_t s_o = shared_address(shared.tiles[at.slot] + kFirstElement);
+#pragma unroll
+          for (int i = 0; i < kColumns / 16; ++i) {
+            store_matrices(s_o + i / 4 * kChunkBytes + swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
+                           pack_bf16(r_o(8 * i), r_o(8 * i + 1)), pack_bf16(r_o(8 * i + 2), r_o(8 * i + 3)),
+                           pack_bf16(r_o(8 * i + 4), r_o(8 * i + 5)), pack_bf16(r_o(8 * i + 6), r_o(8 * i + 7)));
+          }
+          store_output<kC, kBack>(shared, at.slot, out_map, item, thread);
         }
+        index += gridDim.x;
       }
-    } else {
-      // O takes the place of the values that this warpgroup alone read, in the layout that TMA stores.
-      const uint32_t s_o = shared_address(shared.tiles[at.slot] + kFirstElement);
-#pragma unroll
-      for (int i = 0; i < kColumns / 16; ++i) {
-        store_matrices(s_o + i / 4 * kChunkBytes + swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
-                       pack_bf16(r_o(8 * i), r_o(8 * i + 1)), pack_bf16(r_o(8 * i + 2), r_o(8 * i + 3)),
-                       pack_bf16(r_o(8 * i + 4), r_o(8 * i + 5)), pack_bf16(r_o(8 * i + 6), r_o(8 * i + 7)));
-      }
-      store_output<kC, kBack>(shared, at.slot, out_map, item, thread);
     }
-    refill();
+    // Both warpgroups have read the slot, its last chunk too: what comes kStages places later in the ring may arrive.
+    if (!kBack && lane == 0) arrive(&shared.probs_read[at.slot]);
+    feeder.feed(at.slot, at.parity);
+    at.advance();
   }
 }
 
