@@ -9,26 +9,24 @@ struct Config {
   int d_qk, d_v;
   int heads;   // in one CTA
   int block_k; // keys in one tile
-  int stages;  // tiles in flight
+  int front_stages, back_stages;  // slots for the two halves of a tile
   int value_registers, score_registers;  // a thread, of the two roles
 };
 
 inline constexpr Config kConfigs[] = {
     // d_qk  d_v  heads    block_k  stages  value, score registers
-    {576, 512, kBlockHeads, kBlockK, 3, 160, 184},
-    {512, 512, kBlockHeads, kBlockK, 3, 160, 184},
-    {576, 512, 32, kBlockK, 2, 160, 184},
-    {512, 512, 32, kBlockK, 2, 160, 184},
-    {576, 512, 16, kBlockK, 2, 160, 184},
-    {512, 512, 16, kBlockK, 2, 160, 184},
+    {576, 512, kBlockHeads, kBlockK, 3, 3, 160, 184},
+    {512, 512, kBlockHeads, kBlockK, 3, 3, 160, 184},
+    {576, 512, 32, kBlockK, 3, 2, 160, 184},
+    {512, 512, 32, kBlockK, 3, 2, 160, 184},
+    {576, 512, 16, kBlockK, 3, 2, 160, 184},
+    {512, 512, 16, kBlockK, 3, 2, 160, 184},
 };
 
 inline constexpr int kThreads = 384;  // two value warpgroups, one score warpgroup
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 inline constexpr int kMaxRegisters = 3 * 168;  // three threads', one of each warpgroup, as the kernel starts
 
-// A tile keeps 64 columns beyond d_v, for the key columns that are no value and later for the probabilities.
-constexpr int tile_bytes(const Config& c) { return c.block_k * (c.d_v + 64) * 2; }
 // Key columns beyond d_v; the queries' part of them stays in shared memory.
 constexpr int tail_columns(const Config& c) { return c.d_qk - c.d_v; }
 // Few heads are columns, not rows, of the products.

@@ -56,12 +56,12 @@ struct Feeder {
   // Starts to fill slot `at`. Its chunk 8 is free when both value warpgroups have read it.
   __device__ __forceinline__ void feed(int at, uint32_t parity) {
     if (tiles_left > 0) {
-      const uint32_t s_piece = shared_address(shared.tiles[at]) + swizzled_offset(row(), piece());
+      const uint32_t s_piece = shared_address(shared.tiles.chunk(at, kBegin)) + swizzled_offset(row(), piece());
       const GatherRows rows(g_rows, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, id_end);
-      rows.template copy<kBegin, kBegin + kFrontChunks>(s_piece);
+      rows.template copy<kBegin, kBegin, kBegin + kFrontChunks>(s_piece);
       if constexpr (kBack) {
         wait(&shared.probs_read[at], parity);
-        rows.template copy<kBegin + kFrontChunks, kEnd>(s_piece);
+        rows.template copy<kBegin, kBegin + kFrontChunks, kEnd>(s_piece);
       } else {
         // Bit 8 (row % 4) + row / 16 of word row / 4 % 4.
         const uint32_t word = __ballot_sync(~0u, rows.visible >> piece() & 1);
@@ -82,7 +82,7 @@ struct Feeder {
         expect_bytes(full(at), (kEnd - kBegin) * kChunkBytes);
 #pragma unroll 1
         for (int chunk = kBegin; chunk < kEnd; ++chunk) {
-          tma_load(shared.tiles[at] + chunk * kChunkElements, &q_map,
+          tma_load(shared.tiles.chunk(at, chunk), &q_map,
                    {chunk * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b}, full(at));
         }
       }

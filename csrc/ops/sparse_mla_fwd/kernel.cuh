@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&out_map);
     constexpr int kFullArrivals = kWarpsPerWarpgroup + (signals_on_landing(kC) ? kWarpgroupThreads : 0);
-    for (int i = 0; i < kC.stages; ++i) {
-      barrier_init(&shared.full_front[i], kFullArrivals);
+    for (int i = 0; i < kC.front_stages; ++i) barrier_init(&shared.full_front[i], kFullArrivals);
+    for (int i = 0; i < kC.back_stages; ++i) {
       barrier_init(&shared.full_back[i], kFullArrivals);
       barrier_init(&shared.probs_written[i], kWarpsPerWarpgroup);
       barrier_init(&shared.probs_turn[i], kWarpsPerWarpgroup);

@@ -5,12 +5,12 @@
 //   warpgroup         waits for                      does                                         signals
 //   score             full_front[j], full_back[j]    S^T = K Q^T; softmax; P^T into the tile      probs_written[j]
 //   value 0 (front)   probs_written[j]               O[:, 0:256) = O * rescale + P V              probs_read[j]
-//                                                    gathers columns [0, 256) of tile j+2         full_front[j+2]
+//                                                    gathers columns [0, 256) of tile j+3         full_front[j+3]
 //   value 1 (back)    probs_written[j]               O[:, 256:512) = O * rescale + P V
 //                     probs_read[j]                  gathers the other columns of tile j+2        full_back[j+2]
 //
 // Reading keys and values from shared memory is what takes the time here, and the gather. Q is the second operand of
-// wgmma and stays in shared memory, which leaves room for two tiles.
+// wgmma and stays in shared memory, which leaves room for three front halves of tiles and two back halves.
 #pragma once
 
 #include "feeder.cuh"
@@ -36,6 +36,7 @@ __device__ __forceinline__ void store_transposed(uint32_t chunk, const Accumulat
 template <Config kC>
 __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Params& p, int thread) {
   using namespace cute;
+  constexpr int kFrontColumns = kFrontChunks * kChunkColumns;
   constexpr int kHeads = kC.heads, kColumns = kHeads / 4;  // kColumns of the heads in a thread's part of S^T
   constexpr int kPieces = kHeads * kSwizzleRowBytes / 16;  // of 16 bytes, in a chunk of Q
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
@@ -48,48 +49,56 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Pa
   Tensor s_q = make_tensor(make_smem_ptr(shared.q.chunks), HeadsByColumns<kHeads, kC.d_qk>{});
   Tensor r_q = mma.get_slice(thread).partition_fragment_B(s_q);
   Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kHeads>>{});
-  Ring<kC.stages> at;
+  Ring<kC.front_stages> front_at;
+  Ring<kC.back_stages> back_at;
   Ring<2> finish_at;
 
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
-    wait(&shared.full_front[at.slot], at.parity);
-    wait(&shared.full_back[at.slot], at.parity);
-    const int tiles = shared.item_tiles[at.slot];
+    wait(&shared.full_front[front_at.slot], front_at.parity);
+    wait(&shared.full_back[back_at.slot], back_at.parity);
+    const int tiles = shared.item_tiles[front_at.slot];
     for (int i = thread; i < kC.d_qk / kChunkColumns * kPieces; i += kWarpgroupThreads) {
-      const Bf16* from = shared.tiles[at.slot] + i / kPieces * kChunkElements;
+      const int chunk = i / kPieces;
+      const Bf16* from = shared.tiles.chunk(chunk < kFrontChunks ? front_at.slot : back_at.slot, chunk);
       const uint4 v = reinterpret_cast<const uint4*>(from)[i % kPieces];
       reinterpret_cast<uint4*>(shared.q.chunks)[i] = {v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip};
     }
     fence_async_proxy();
     sync_warpgroup<kScoreBarrier>();
-    if (lane == 0) arrive(&shared.probs_written[at.slot]);
-    at.advance();
+    if (lane == 0) arrive(&shared.probs_written[back_at.slot]);
+    front_at.advance();
+    back_at.advance();
 
     float column_max[kColumns], column_sum[kColumns];  // the sum of this thread's keys only
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) column_max[c] = -INFINITY, column_sum[c] = 0.f;
     for (int j = 0; j < tiles; ++j) {
       // S^T = K Q^T
-      Tensor s_k = make_tensor(make_smem_ptr(shared.tiles[at.slot]), RowsByColumns<kC.d_qk>{});
-      Tensor r_k = mma.get_slice(thread).partition_fragment_A(s_k);
-      wait(&shared.full_front[at.slot], at.parity);
-      wait(&shared.full_back[at.slot], at.parity);
+      Tensor s_front = make_tensor(make_smem_ptr(shared.tiles.chunk(front_at.slot, 0)), RowsByColumns<kFrontColumns>{});
+      Tensor s_back = make_tensor(make_smem_ptr(shared.tiles.chunk(back_at.slot, kFrontChunks)),
+                                  RowsByColumns<kC.d_qk - kFrontColumns>{});
+      Tensor r_front = mma.get_slice(thread).partition_fragment_A(s_front);
+      Tensor r_back = mma.get_slice(thread).partition_fragment_A(s_back);
+      wait(&shared.full_front[front_at.slot], front_at.parity);
+      wait(&shared.full_back[back_at.slot], back_at.parity);
       fence_async_proxy();
       warpgroup_fence_operand(r_s);
       warpgroup_arrive();
       mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
-      for (int k = 0; k < kC.d_qk / kStepColumns; ++k) {
-        gemm(mma, r_k(_, _, k), r_q(_, _, k), r_s);
+      for (int k = 0; k < size<2>(r_front); ++k) {
+        gemm(mma, r_front(_, _, k), r_q(_, _, k), r_s);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
+#pragma unroll
+      for (int k = 0; k < size<2>(r_back); ++k) gemm(mma, r_back(_, _, k), r_q(_, _, size<2>(r_front) + k), r_s);
       warpgroup_commit_batch();
       // Whether this thread's keys, rows lane / 4 and lane / 4 + 8 of its warp's 16, are visible.
       bool visible[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = lane / 4 + 8 * r;
-        visible[r] = shared.visible[at.slot][row / 4] >> (row % 4 * 8 + warp) & 1;
+        visible[r] = shared.visible[front_at.slot][row / 4] >> (row % 4 * 8 + warp) & 1;
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_s);
@@ -139,13 +148,14 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Pa
           s = exp2_fast(s - base);
           column_sum[c] += s;
         }
-        if (thread < 4) shared.rescale[at.slot][head(c)] = exponents[c];
+        if (thread < 4) shared.rescale[back_at.slot][head(c)] = exponents[c];
       }
-      store_transposed<kHeads>(shared_address(shared.tiles[at.slot]) + kLastChunk * kChunkBytes, r_s, thread);
+      store_transposed<kHeads>(shared_address(shared.tiles.chunk(back_at.slot, kLastChunk)), r_s, thread);
       fence_async_proxy();
       __syncwarp();
-      if (lane == 0) arrive(&shared.probs_written[at.slot]);
-      at.advance();
+      if (lane == 0) arrive(&shared.probs_written[back_at.slot]);
+      front_at.advance();
+      back_at.advance();
     }
 
 #pragma unroll
@@ -185,7 +195,8 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
   NarrowValueMma<kHeads> mma;
   Tensor r_o = partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeads>>{});  // (of a chunk, chunks, 1)
   Feeder<kC, kBack> feeder{shared, p, q_map, thread};
-  Ring<kC.stages> at;
+  Ring<kC.front_stages> front_at;
+  Ring<kC.back_stages> back_at;
   Ring<2> finish_at;
   const auto scale_heads = [&](const auto& factor) {
 #pragma unroll
@@ -196,23 +207,23 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
     }
   };
 
-  for (int i = 0; i < kC.stages; ++i) feeder.feed(i, 1);
+  for (int i = 0; i < (kBack ? kC.back_stages : kC.front_stages); ++i) feeder.feed(i, 1);
   int index = blockIdx.x, tiles_left = 0;
   while (tiles_left > 0 || index < p.items) {
-    wait(&shared.probs_written[at.slot], at.parity);
+    const int slot = kBack ? back_at.slot : front_at.slot;  // of this warpgroup's values
+    wait(&shared.probs_written[back_at.slot], back_at.parity);
     if (tiles_left == 0) {  // the score warpgroup has taken Q
-      tiles_left = shared.item_tiles[at.slot];
+      tiles_left = shared.item_tiles[front_at.slot];
       mma.accumulate_ = GMMA::ScaleOut::Zero;
     } else {
-      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kFirst * kChunkElements), ColumnsByRows<kRows>{});
-      Tensor s_p = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kLastChunk * kChunkElements),
+      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles.chunk(slot, kFirst)), ColumnsByRows<kRows>{});
+      Tensor s_p = make_tensor(make_smem_ptr(shared.tiles.chunk(back_at.slot, kLastChunk)),
                                HeadsByColumns<kHeads, kTileRows>{});
       Tensor r_v = mma.get_slice(thread).partition_fragment_A(s_v);
       Tensor r_p = mma.get_slice(thread).partition_fragment_B(s_p);
-      if (__any_sync(~0u, shared.rescale[at.slot][lane % kHeads] != kExponentOfOne)) {
-        scale_heads([&](int h) { return power_of_two(shared.rescale[at.slot][h]); });
+      if (__any_sync(~0u, shared.rescale[back_at.slot][lane % kHeads] != kExponentOfOne)) {
+        scale_heads([&](int h) { return power_of_two(shared.rescale[back_at.slot][h]); });
       }
-      fence_async_proxy();
       warpgroup_fence_operand(r_o);
       warpgroup_arrive();
 #pragma unroll
@@ -240,17 +251,17 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
         } else {
 #pragma unroll
           for (int chunk = 0; chunk < kFrontChunks; ++chunk) {
-            store_transposed<kHeads>(shared_address(shared.tiles[at.slot]) + (kFirst + chunk) * kChunkBytes,
-                                     r_o(_, chunk, 0), thread);
+            store_transposed<kHeads>(shared_address(shared.tiles.chunk(slot, kFirst + chunk)), r_o(_, chunk, 0), thread);
           }
-          store_output<kC, kBack>(shared, at.slot, out_map, item, thread);
+          store_output<kC, kBack>(shared, slot, out_map, item, thread);
         }
         index += gridDim.x;
       }
     }
-    if (!kBack && lane == 0) arrive(&shared.probs_read[at.slot]);
-    feeder.feed(at.slot, at.parity);
-    at.advance();
+    if (!kBack && lane == 0) arrive(&shared.probs_read[back_at.slot]);
+    feeder.feed(slot, back_at.parity);
+    front_at.advance();
+    back_at.advance();
   }
 }
 

@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_output(SharedStorage<kC>& shared, int slot
   if (thread == 0) {
 #pragma unroll 1
     for (int chunk = kFirst; chunk < kFirst + kFrontChunks; ++chunk) {
-      tma_store(&out_map, shared.tiles[slot] + chunk * kChunkElements,
+      tma_store(&out_map, shared.tiles.chunk(slot, chunk),
                 {chunk * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b});
     }
     tma_store_commit();

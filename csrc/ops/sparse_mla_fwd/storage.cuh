@@ -14,9 +14,9 @@ namespace dsa::sparse_mla_fwd {
 
 using namespace dsa::sm90;
 
-inline constexpr int kFrontChunks = 4;  // chunks 0..3 of a tile are the front values, 4..7 the back ones
-inline constexpr int kValueChunks = 8;
-inline constexpr int kLastChunk = 8;     // key columns that are no value; then P
+// A tile's chunks 0..3 (its front half) hold the front values, 4..7 the back values, and chunk 8 the key columns that
+// are no value, later P.
+inline constexpr int kFrontChunks = 4, kBackChunks = 5, kValueChunks = 8, kLastChunk = 8;
 inline constexpr int kStepColumns = 16;  // of one wgmma
 inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads'
 
@@ -47,16 +47,33 @@ struct SharedQ<kC, kTail, true> {
   float columns[kWarpsPerWarpgroup][kC.heads];  // one value of each head from each warp
 };
 
+// Slots for tiles. Halves with the same number of slots lie side by side, so that a tile is one piece.
+template <Config kC>
+struct SharedTiles {
+  static constexpr bool kWhole = kC.front_stages == kC.back_stages;
+  static constexpr int kFrontStride = (kFrontChunks + (kWhole ? kBackChunks : 0)) * kChunkElements;
+  static constexpr int kBackStride = (kBackChunks + (kWhole ? kFrontChunks : 0)) * kChunkElements;
+  static constexpr int kFirstBack = kFrontChunks * (kWhole ? 1 : kC.front_stages) * kChunkElements;
+
+  alignas(1024) Bf16 elements[(kC.front_stages * kFrontChunks + kC.back_stages * kBackChunks) * kChunkElements];
+
+  // Chunk `chunk` of a tile; `slot` is that of the half that it belongs to.
+  __device__ __forceinline__ Bf16* chunk(int slot, int chunk) {
+    return chunk < kFrontChunks ? elements + slot * kFrontStride + chunk * kChunkElements
+                                : elements + kFirstBack + slot * kBackStride + (chunk - kFrontChunks) * kChunkElements;
+  }
+};
+
 template <Config kC>
 struct SharedStorage {
-  alignas(1024) Bf16 tiles[kC.stages][tile_bytes(kC) / 2];
+  SharedTiles<kC> tiles;
   SharedQ<kC> q;
-  uint32_t visible[kC.stages][kWarpsPerWarpgroup];  // see Feeder::feed
-  uint8_t rescale[kC.stages][kC.heads];             // of O before the tile is added: exponent bits
-  float finish[2][kC.heads];                        // of O after the last tile, for two items in turn
-  int item_tiles[kC.stages];                        // with Q
-  uint64_t full_front[kC.stages], full_back[kC.stages];
-  uint64_t probs_written[kC.stages], probs_turn[kC.stages], probs_read[kC.stages];
+  uint32_t visible[kC.front_stages][kWarpsPerWarpgroup];  // see Feeder::feed
+  uint8_t rescale[kC.back_stages][kC.heads];              // of O before the tile is added: exponent bits
+  float finish[2][kC.heads];                              // of O after the last tile, for two items in turn
+  int item_tiles[kC.front_stages];                        // with Q
+  uint64_t full_front[kC.front_stages], full_back[kC.back_stages];
+  uint64_t probs_written[kC.back_stages], probs_turn[kC.back_stages], probs_read[kC.back_stages];
   uint64_t finished[2];
 };
 

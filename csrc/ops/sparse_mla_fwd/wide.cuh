@@ -52,14 +52,14 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Para
   Tensor r_q_last = shared_mma.get_slice(thread).partition_fragment_A(s_q_last);
   shared_mma.accumulate_ = GMMA::ScaleOut::One;
 
-  Ring<kC.stages> at;
+  Ring<kC.front_stages> at;
   Ring<2> finish_at;
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     // Q: value columns into registers but for the last step, the tail into its own chunk.
     wait(&shared.full_front[at.slot], at.parity);
     wait(&shared.full_back[at.slot], at.parity);
     const int tiles = shared.item_tiles[at.slot];
-    const uint32_t q_tile = shared_address(shared.tiles[at.slot]);
+    const uint32_t q_tile = shared_address(shared.tiles.chunk(at.slot, 0));
 #pragma unroll
     for (int k = 0; k <= kRegisterSteps; ++k) {
       uint32_t words[4];
@@ -75,7 +75,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Para
       }
     }
     if constexpr (kTailSteps > 0) {
-      const uint4* from = reinterpret_cast<const uint4*>(shared.tiles[at.slot] + kLastChunk * kChunkElements);
+      const uint4* from = reinterpret_cast<const uint4*>(shared.tiles.chunk(at.slot, kLastChunk));
       uint4* to = reinterpret_cast<uint4*>(shared.q.tail);
 #pragma unroll
       for (int i = thread; i < kChunkBytes / 16; i += kWarpgroupThreads) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Para
     };
     for (int j = 0; j < tiles; ++j) {
       // S = Q K^T
-      Tensor s_k = make_tensor(make_smem_ptr(shared.tiles[at.slot]), RowsByColumns<kC.d_qk>{});
+      Tensor s_k = make_tensor(make_smem_ptr(shared.tiles.chunk(at.slot, 0)), RowsByColumns<kC.d_qk>{});
       Tensor r_k = mma.get_slice(thread).partition_fragment_B(s_k);
       wait(&shared.full_front[at.slot], at.parity);
       wait(&shared.full_back[at.slot], at.parity);
@@ -173,7 +173,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Para
 #pragma unroll
       for (int i = 0; i < 16; ++i) packed[i] = pack_bf16(r_s(2 * i), r_s(2 * i + 1));
       sync_warpgroup<kScoreBarrier>();
-      const uint32_t s_p = shared_address(shared.tiles[at.slot]) + kLastChunk * kChunkBytes;
+      const uint32_t s_p = shared_address(shared.tiles.chunk(at.slot, kLastChunk));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         store_matrices(s_p + swizzled_offset(matrix_row, 2 * i + matrix_piece), packed[4 * i], packed[4 * i + 1],
@@ -207,17 +207,17 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
                                            const CUtensorMap& out_map, int thread) {
   using namespace cute;
   constexpr int kColumns = kFrontChunks * kChunkColumns;
-  constexpr int kFirstColumn = kBack ? kColumns : 0, kFirstElement = kFirstColumn * kTileRows;
+  constexpr int kFirstChunk = kBack ? kFrontChunks : 0, kFirstColumn = kFirstChunk * kChunkColumns;
   constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, row = warp * 16 + lane / 4;
 
   ValueMma mma;
   Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kColumns>>{});
   Feeder<kC, kBack> feeder{shared, p, q_map, thread};
-  Ring<kC.stages> at;
+  Ring<kC.front_stages> at;
   Ring<2> finish_at;
 
-  for (int i = 0; i < kC.stages; ++i) {
+  for (int i = 0; i < kC.front_stages; ++i) {
     feeder.publish();
     feeder.feed(i, 1);
   }
@@ -229,9 +229,9 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       feeder.publish();
     } else {
-      Tensor s_p = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kLastChunk * kChunkElements),
+      Tensor s_p = make_tensor(make_smem_ptr(shared.tiles.chunk(at.slot, kLastChunk)),
                                RowsByColumns<kTileRows>{});
-      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kFirstElement), ColumnsByRows<kColumns>{});
+      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles.chunk(at.slot, kFirstChunk)), ColumnsByRows<kColumns>{});
       Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
       Tensor r_v = mma.get_slice(thread).partition_fragment_B(s_v);
       wait(&shared.probs_written[at.slot], at.parity);
@@ -271,7 +271,7 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
           }
         } else {
           // O takes the place of the values that this warpgroup alone read, in the layout that TMA stores.
-          const uint32_t s_o = shared_address(shared.tiles[at.slot] + kFirstElement);
+          const uint32_t s_o = shared_address(shared.tiles.chunk(at.slot, kFirstChunk));
 #pragma unroll
           for (int i = 0; i < kColumns / 16; ++i) {
             store_matrices(s_o + i / 4 * kChunkBytes + swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
@@ -283,7 +283,7 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
         index += gridDim.x;
       }
     }
-    // Both warpgroups have read the slot, its last chunk too: what comes kStages places later in the ring may arrive.
+    // Both warpgroups have read the slot, its last chunk too: what comes a round of the ring later in the ring may arrive.
     if (!kBack && lane == 0) arrive(&shared.probs_read[at.slot]);
     feeder.feed(at.slot, at.parity);
     at.advance();
