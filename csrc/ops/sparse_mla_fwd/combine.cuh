@@ -1,17 +1,16 @@
 // Joins the parts of queries whose keys were split over several CTAs: out = sum_i exp(lse_i - lse) out_i.
 #pragma once
 
-#include "params.h"
-#include "plan.h"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
+#include "storage.cuh"
 
 namespace dsa::sparse_mla_fwd {
 
 inline constexpr int kCombineThreads = 128;  // one (query, head) row; four columns a thread
 
 inline __global__ void __launch_bounds__(kCombineThreads)
-    combine_kernel(const __grid_constant__ Params p) {
+    combine_kernel(const __grid_constant__ KernelParams p) {
   const int64_t row = blockIdx.x;
   const int column = threadIdx.x * 4;
 

@@ -13,7 +13,7 @@ struct Feeder {
   static constexpr int kBegin = kBack ? kFrontChunks : 0, kEnd = kBack ? kC.d_qk / kChunkColumns : kFrontChunks;
 
   SharedStorage<kC>& shared;
-  const Params& p;
+  const KernelParams& p;
   const CUtensorMap& q_map;
   const int thread;
   int index = blockIdx.x;  // of the item that comes after the tiles left

@@ -15,7 +15,7 @@ namespace dsa::sparse_mla_fwd {
 
 template <int kConfig>
 __global__ void __launch_bounds__(kThreads, 1)
-    sparse_mla_fwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
+    sparse_mla_fwd_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap out_map) {
   constexpr Config kC = kConfigs[kConfig];
   extern __shared__ __align__(1024) char shared_bytes_[];

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 
 #include "combine.cuh"
 #include "kernel.cuh"
@@ -14,7 +13,7 @@ namespace dsa::sparse_mla_fwd {
 namespace {
 
 template <int kConfig>
-const char* launch_config(Params p, cudaStream_t stream) {
+const char* launch_config(const KernelParams& p, cudaStream_t stream) {
   const int group_heads = p.heads / p.groups;
   CUtensorMap q_map, out_map;
   if (!encode_head_tensor(&q_map, {p.q, p.d_qk, group_heads, p.groups, p.seq_q, p.batch, p.q_stride_h,
@@ -39,10 +38,6 @@ const char* launch_config(Params p, cudaStream_t stream) {
     if (error != cudaSuccess) return cudaGetErrorString(error);
     prepared_devices.fetch_or(bit);
   }
-  p.rows = int64_t(p.batch) * p.seq_q * p.heads;
-  p.items = p.batch * p.seq_q * p.groups * p.splits * ceil_div(group_heads, kBlockHeads);
-  p.scale_log2 = std::fmax(std::fabs(p.sm_scale), 1e-38f) * kLog2E;
-  p.negate_q = p.sm_scale < 0;
   const int grid = std::min(p.items, p.num_sms);
   kernel<<<grid, kThreads, kBytes, stream>>>(p, q_map, out_map);
   if (p.splits > 1) combine_kernel<<<unsigned(p.rows), kCombineThreads, 0, stream>>>(p);
@@ -52,7 +47,8 @@ const char* launch_config(Params p, cudaStream_t stream) {
 
 }  // namespace
 
-const char* launch(const Params& p, void* stream) {
+const char* launch(const Params& params, void* stream) {
+  const KernelParams p(params);
   const auto s = static_cast<cudaStream_t>(stream);
   const int group_heads = p.heads / p.groups;
   const bool tail = p.d_qk == 576;

@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_transposed(uint32_t chunk, const Accumulat
 }
 
 template <Config kC>
-__device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Params& p, int thread) {
+__device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const KernelParams& p, int thread) {
   using namespace cute;
   constexpr int kFrontColumns = kFrontChunks * kChunkColumns;
   constexpr int kHeads = kC.heads, kColumns = kHeads / 4;  // kColumns of the heads in a thread's part of S^T
@@ -184,7 +184,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Pa
 }
 
 template <Config kC, bool kBack>
-__device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
+__device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, const KernelParams& p, const CUtensorMap& q_map,
                                                   const CUtensorMap& out_map, int thread) {
   using namespace cute;
   constexpr int kHeads = kC.heads, kRows = kFrontChunks * kChunkColumns;  // rows of O^T, columns of O

@@ -8,7 +8,7 @@
 namespace dsa::sparse_mla_fwd {
 
 // Writes lse and returns the factor that turns O into the output, from the maximum (times scale) and the sum of a head's row.
-__device__ __forceinline__ float finish_row(const Params& p, const Item& item, int head, float row_max,
+__device__ __forceinline__ float finish_row(const KernelParams& p, const Item& item, int head, float row_max,
                                             float row_sum) {
   const bool exists = head < item.heads_left(p);
   const bool empty = row_max == -INFINITY;

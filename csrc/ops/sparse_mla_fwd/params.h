@@ -31,12 +31,6 @@ struct Params {
   int64_t q_start;             // position of the first query
   int64_t positions_per_key;   // the op's kv_stride
   float sm_scale;
-
-  // Set by launch:
-  int64_t rows;      // batch * seq_q * heads
-  int items;         // (query, group, block of heads, split)
-  float scale_log2;  // |sm_scale| * log2(e), above zero so that masked scores stay -inf
-  bool negate_q;     // the sign of sm_scale
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

@@ -1,11 +1,15 @@
 // Shared memory of the sparse MLA forward kernels, and the items of work that they walk.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
+#include <cmath>
 #include <cstdint>
 
 #include "config.h"
 #include "params.h"
 #include "sm90/gather.cuh"
+#include "sm90/math.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/mma.cuh"
 #include "sm90/warpgroup.cuh"
@@ -77,41 +81,62 @@ struct SharedStorage {
   uint64_t finished[2];
 };
 
+// What the kernels derive from Params once, on the host.
+struct KernelParams : Params {
+  explicit KernelParams(const Params& params);
+
+  int64_t rows;  // batch * seq_q * heads
+  int items;     // (query, split, group, block of heads)
+  cutlass::FastDivmod head_blocks, group_count, split_count, query_count;  // what an item's index is made of
+  float scale_log2;  // |sm_scale| * log2(e), above zero so that masked scores stay -inf
+  bool negate_q;     // the sign of sm_scale
+};
+
+inline KernelParams::KernelParams(const Params& params)
+    : Params(params),
+      rows(int64_t(batch) * seq_q * heads),
+      head_blocks(ceil_div(heads / groups, kBlockHeads)),
+      group_count(groups),
+      split_count(splits),
+      query_count(seq_q),
+      scale_log2(std::fmax(std::fabs(sm_scale), 1e-38f) * kLog2E),
+      negate_q(sm_scale < 0) {
+  items = batch * seq_q * groups * splits * head_blocks;
+}
+
 // Where one item lies, the same for all threads.
 struct Item {
   int head_block, group, s, b, split;
   int first_tile, tiles;  // at least one tile, perhaps without a visible key
   int slot_end, id_end;   // slots and ids below these are visible
 
-  __device__ __forceinline__ Item(const Params& p, int index) {
-    const int heads_per_group = p.heads / p.groups, head_blocks = ceil_div(heads_per_group, kBlockHeads);
-    head_block = index % head_blocks, index /= head_blocks;
-    group = index % p.groups, index /= p.groups;
-    split = index % p.splits, index /= p.splits;
-    s = index % p.seq_q;
-    b = index / p.seq_q;
+  __device__ __forceinline__ Item(const KernelParams& p, int index) {
+    p.head_blocks(index, head_block, index);
+    p.group_count(index, group, index);
+    p.split_count(index, split, index);
+    p.query_count(b, s, index);
     int slots = p.topk;
     if (p.topk_length != nullptr) {
       const int length = p.topk_length[b * p.topk_length_stride_b + s * p.topk_length_stride_s];
       slots = length < 0 ? 0 : length < slots ? length : slots;
     }
     const int all_tiles = ceil_div(slots, kBlockK);
-    first_tile = split * all_tiles / p.splits;
-    const int end_tile = (split + 1) * all_tiles / p.splits;
+    first_tile = p.split_count.div(split * all_tiles);
+    const int end_tile = p.split_count.div((split + 1) * all_tiles);
     tiles = end_tile > first_tile ? end_tile - first_tile : 1;
     slot_end = end_tile * kBlockK < slots ? end_tile * kBlockK : slots;
     id_end = visible_end(p.seq_kv, p.causal, p.q_start, p.positions_per_key, s);
   }
 
-  __device__ __forceinline__ const int* indices(const Params& p) const {
+  __device__ __forceinline__ const int* indices(const KernelParams& p) const {
     return p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g;
   }
   // Row of [batch, seq_q, heads] of this item's first head.
-  __device__ __forceinline__ int64_t first_row(const Params& p) const {
+  __device__ __forceinline__ int64_t first_row(const KernelParams& p) const {
     return (static_cast<int64_t>(b) * p.seq_q + s) * p.heads + group * (p.heads / p.groups) +
            head_block * kBlockHeads;
   }
-  __device__ __forceinline__ int heads_left(const Params& p) const {
+  __device__ __forceinline__ int heads_left(const KernelParams& p) const {
     return p.heads / p.groups - head_block * kBlockHeads;
   }
 };

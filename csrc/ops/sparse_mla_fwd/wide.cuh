@@ -35,7 +35,7 @@ __device__ __forceinline__ void scale_rows(Accumulator& r, const float (&factors
 }
 
 template <Config kC>
-__device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Params& p, int thread) {
+__device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const KernelParams& p, int thread) {
   using namespace cute;
   constexpr int kTailSteps = tail_columns(kC) / kStepColumns;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
@@ -203,7 +203,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Para
 }
 
 template <Config kC, bool kBack>
-__device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
+__device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const KernelParams& p, const CUtensorMap& q_map,
                                            const CUtensorMap& out_map, int thread) {
   using namespace cute;
   constexpr int kColumns = kFrontChunks * kChunkColumns;
