@@ -14,10 +14,9 @@ PYBIND11_MODULE(host_functions, m) {
   fwd.attr("block_k") = op::kBlockK;
   fwd.attr("max_splits") = op::kMaxSplits;
   fwd.attr("threads") = op::kThreads;
-  fwd.attr("max_shared_bytes") = op::kMaxSharedBytes;
   std::vector<py::tuple> configs;
   for (const op::Config& config : op::kConfigs) {
-    configs.push_back(py::make_tuple(config.d_qk, config.d_v, op::shared_bytes(config)));
+    configs.push_back(py::make_tuple(config.d_qk, config.d_v, config.heads));
   }
-  fwd.attr("configs") = configs;  // (d_qk, d_v, bytes of shared memory)
+  fwd.attr("configs") = configs;  // (d_qk, d_v, heads)
 }

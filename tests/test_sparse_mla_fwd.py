@@ -259,6 +259,32 @@ def test_tolerances_notice_a_wrong_result() -> None:
     assert similarity_error(out, -out) == 2
 
 
+def test_lse_tolerance_with_many_keys_is_relative() -> None:
+    inputs = make_inputs(seq=2, s_kv=2048, heads=4, topk=2048)
+    out, lse = reference.sparse_mla_fwd(inputs.q, inputs.kv, inputs.indices, causal=False)
+    assert ((lse - 8).abs() < 1).all()
+    forward_errors(out, lse * (1 + 2e-5), inputs.q, inputs.kv, inputs.indices, causal=False).check()
+    with pytest.raises(AssertionError):
+        forward_errors(out, lse * (1 + 1e-4), inputs.q, inputs.kv, inputs.indices, causal=False).check()
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("scale", [None, -0.1])
+def test_lse_tolerance_near_zero_is_the_resolution_of_fp32(scale: float | None, sign: int) -> None:
+    """One visible key whose products with q cancel; a hidden key with large products does not widen the limit."""
+    q = torch.ones(1, 1, 2, 576)
+    kv = torch.ones(1, 2, 1, 576)
+    kv[..., ::2] = -1
+    kv[:, 1] *= 1e6
+    indices = torch.tensor([0, 1], dtype=torch.int32).view(1, 1, 1, 2)
+    out, lse = reference.sparse_mla_fwd(q, kv, indices, sm_scale=scale)
+    assert (lse == 0).all()
+    resolution = 2**-23 * 576 * (576**-0.5 if scale is None else abs(scale))
+    forward_errors(out, lse + sign * (resolution + 0.9e-6), q, kv, indices, sm_scale=scale).check()
+    with pytest.raises(AssertionError):
+        forward_errors(out, lse + sign * 3 * resolution, q, kv, indices, sm_scale=scale).check()
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_random_edges(data: st.DataObject) -> None:

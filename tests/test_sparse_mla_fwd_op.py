@@ -329,6 +329,15 @@ def test_flop_formula() -> None:
     assert counts[torch.ops.dsa.sparse_mla_bwd] == 2 * slots * (3 * 576 + 2 * 512)
 
 
+def test_calls_without_gradients_are_seen() -> None:
+    """The public function goes below autograd then, and no further: modes and the profiler see the operator."""
+    inputs = make_inputs()
+    with FlopCounterMode(display=False) as counter, torch.profiler.profile() as profile:
+        dsa_ext.sparse_mla(inputs.q, inputs.kv, inputs.indices)
+    assert counter.get_flop_counts()["Global"][torch.ops.dsa.sparse_mla_fwd] > 0
+    assert "dsa::sparse_mla_fwd" in [event.key for event in profile.key_averages()]
+
+
 def test_public_function_is_the_operator() -> None:
     args = arguments()
     q, kv, indices = (args.pop(name) for name in ("q", "kv", "indices"))

@@ -22,8 +22,7 @@ __device__ __forceinline__ int visible_end(int seq_kv, bool causal, int64_t q_st
 // cp.async of 16 bytes past L1; writes zeros and reads nothing where `bytes` is 0. (A 256-byte L2 prefetch hint costs
 // bandwidth where the rows come from HBM: half of what it fetches belongs to other rows.)
 __device__ __forceinline__ void copy_16_bytes(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
 // cp.async.wait_all: this thread's copies have landed

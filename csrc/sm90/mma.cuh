@@ -1,4 +1,5 @@
-// The matrix products of attention on tiles of 64 keys, through CuTe: layouts of a tile in shared memory, and tiled MMAs.
+// The matrix products of attention on tiles of 64 keys, through CuTe: layouts of a tile in shared memory, and tiled
+// MMAs.
 //
 // A tile is a row of chunks; a chunk is 64 rows x 64 bf16 columns (8 KB) in the 128-byte swizzle. The same bytes are
 // read as keys (columns are the reduction, "K-major") and as values (rows are the reduction, "MN-major").
@@ -44,7 +45,8 @@ using ScoreMmaFromRegisters = Tiled<cute::SM90_64x64x16_F32BF16BF16_RS<cute::GMM
 using ScoreMmaFromShared = Tiled<cute::SM90_64x64x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::K>>;
 // 64 x 256 outputs += probabilities . values
 using ValueMma = Tiled<cute::SM90_64x256x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::MN>>;
-// The same with few heads as columns: 64 keys x heads = keys . queries, and 64 columns x heads += values . probabilities
+// The same with few heads as columns: 64 keys x heads = keys . queries, and 64 columns x heads += values .
+// probabilities
 template <int kHeads>
 using NarrowScoreMma = decltype(cute::make_tiled_mma(
     cute::GMMA::ss_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kHeads>, cute::_16>,

@@ -10,7 +10,7 @@ namespace dsa::sm90 {
 
 struct HeadTensor {
   const void* data;
-  int columns, heads, groups, positions, batch;                    // `heads` of one group
+  int columns, heads, groups, positions, batch;                      // `heads` of one group
   int64_t stride_head, stride_group, stride_position, stride_batch;  // in elements
 };
 

@@ -32,8 +32,7 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, c
 // cp.async.bulk.tensor.5d, shared to global; heads outside the map are not written
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* shared, const HeadTile& at) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
-               "r"(shared_address(shared)), "r"(at.column), "r"(at.head), "r"(at.group), "r"(at.position),
-               "r"(at.batch)
+               "r"(shared_address(shared)), "r"(at.column), "r"(at.head), "r"(at.group), "r"(at.position), "r"(at.batch)
                : "memory");
 }
 

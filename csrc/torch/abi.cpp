@@ -63,8 +63,7 @@ std::string expected_shape(std::initializer_list<Dim> dims, bool with_sizes) {
 
 std::string describe(const Tensor& tensor) {
   std::string text = std::string(dtype_name(tensor.scalar_type())) + " [";
-  for (int64_t i = 0; i < tensor.dim(); ++i)
-    text += (i ? ", " : "") + std::to_string(tensor.size(i));
+  for (int64_t i = 0; i < tensor.dim(); ++i) text += (i ? ", " : "") + std::to_string(tensor.size(i));
   return text + "]";
 }
 
@@ -72,23 +71,20 @@ std::string describe_device(const Tensor& tensor) {
   const int32_t type = device_type(tensor);
   if (type == aoti_torch_device_type_cpu()) return "cpu";
   if (type == aoti_torch_device_type_meta()) return "meta";
-  const std::string name =
-      type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
+  const std::string name = type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
   return name + ":" + std::to_string(tensor.get_device_index());
 }
 
 void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType dtype,
                   std::initializer_list<Dim> dims) {
-  DSA_CHECK(tensor.scalar_type() == dtype && tensor.dim() == static_cast<int64_t>(dims.size()), op,
-            ": ", name, " must be ", dtype_name(dtype), " ", expected_shape(dims, false), ", got ",
-            describe(tensor));
+  DSA_CHECK(tensor.scalar_type() == dtype && tensor.dim() == static_cast<int64_t>(dims.size()), op, ": ", name,
+            " must be ", dtype_name(dtype), " ", expected_shape(dims, false), ", got ", describe(tensor));
   int64_t i = 0;
   for (const Dim& dim : dims) {
     const int64_t size = tensor.size(i++);
-    DSA_CHECK(dim.size == Dim::kAny || size == dim.size, op, ": ", name, " must be ",
-              dtype_name(dtype), " ", expected_shape(dims, true), ", got ", describe(tensor));
-    DSA_CHECK(size <= INT32_MAX, op, ": ", name, " must have sizes below 2^31, got ",
-              describe(tensor));
+    DSA_CHECK(dim.size == Dim::kAny || size == dim.size, op, ": ", name, " must be ", dtype_name(dtype), " ",
+              expected_shape(dims, true), ", got ", describe(tensor));
+    DSA_CHECK(size <= INT32_MAX, op, ": ", name, " must have sizes below 2^31, got ", describe(tensor));
   }
 }
 
@@ -107,35 +103,29 @@ void check_rows_aligned(const char* op, const char* name, const Tensor& tensor) 
               " elements, got stride ", tensor.stride(i), " in dimension ", i);
   }
   const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-  DSA_CHECK(address % kRowAlignment == 0, op, ": ", name,
-            " must start 16-byte aligned, got an address that is ", address % kRowAlignment,
-            " bytes past a multiple of 16");
+  DSA_CHECK(address % kRowAlignment == 0, op, ": ", name, " must start 16-byte aligned, got an address that is ",
+            address % kRowAlignment, " bytes past a multiple of 16");
 }
 
-void check_same_device(const char* op, const char* name, const Tensor& tensor,
-                       const char* other_name, const Tensor& other) {
-  DSA_CHECK(tensor.get_device_index() == other.get_device_index() &&
-                device_type(tensor) == device_type(other),
-            op, ": ", name, " must be on the device of ", other_name, ", ", describe_device(other),
-            ", got ", describe_device(tensor));
+void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* other_name,
+                       const Tensor& other) {
+  DSA_CHECK(tensor.get_device_index() == other.get_device_index() && device_type(tensor) == device_type(other), op,
+            ": ", name, " must be on the device of ", other_name, ", ", describe_device(other), ", got ",
+            describe_device(tensor));
 }
 
 Device device_info(int index) {
   constexpr int kMaxDevices = 64;
-  static std::array<std::atomic<int64_t>, kMaxDevices>
-      cache{};  // capability << 32 | SM count; 0 = not read yet
-  DSA_CHECK(index >= 0 && index < kMaxDevices, "dsa: expected a CUDA device index below ",
-            kMaxDevices, ", got ", index);
+  static std::array<std::atomic<int64_t>, kMaxDevices> cache{};  // capability << 32 | SM count; 0 = not read yet
+  DSA_CHECK(index >= 0 && index < kMaxDevices, "dsa: expected a CUDA device index below ", kMaxDevices, ", got ",
+            index);
   int64_t packed = cache[index].load(std::memory_order_relaxed);
   if (packed == 0) {
     int major = 0, minor = 0, num_sms = 0;
     cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-    if (error == cudaSuccess)
-      error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
-    if (error == cudaSuccess)
-      error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, index);
-    DSA_CHECK(error == cudaSuccess, "dsa: cannot read the properties of cuda:", index, ": ",
-              cudaGetErrorString(error));
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, index);
+    DSA_CHECK(error == cudaSuccess, "dsa: cannot read the properties of cuda:", index, ": ", cudaGetErrorString(error));
     packed = static_cast<int64_t>(major * 10 + minor) << 32 | num_sms;
     cache[index].store(packed, std::memory_order_relaxed);
   }
@@ -151,15 +141,13 @@ Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_
   }
   const int32_t shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides.data(),
-                               shim_dtype, aoti_torch_device_type_cuda(), device_index, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides.data(),
+                                                  shim_dtype, aoti_torch_device_type_cuda(), device_index, &handle));
   return Tensor(handle);
 }
 
 void* current_stream(int device_index) {
-  DSA_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
-            "dsa: this build of torch has no CUDA streams");
+  DSA_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "dsa: this build of torch has no CUDA streams");
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
   return stream;

@@ -66,8 +66,8 @@ void check_rows_aligned(const char* op, const char* name, const Tensor& tensor);
 void check_last_stride(const char* op, const char* name, const Tensor& tensor);
 
 // Checks that `tensor` is on the device of `other`, which is the argument `other_name`.
-void check_same_device(const char* op, const char* name, const Tensor& tensor,
-                       const char* other_name, const Tensor& other);
+void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* other_name,
+                       const Tensor& other);
 
 // What the launchers need to know of the device; read once a device and kept for the life of the
 // process.

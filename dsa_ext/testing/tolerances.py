@@ -12,7 +12,12 @@ from dsa_ext.reference import sparse_mla as reference
 SIMILARITY = 7e-6
 #: Of each element, as a fraction of sum_i p_i |v_i|: the rounding of P to bf16 and that of the result.
 ELEMENTWISE = 2.0**-7
+#: Of lse: max(LSE_ABSOLUTE, LSE_RELATIVE |lse|), plus FP32_RESOLUTION * |sm_scale| * max_i sum_d |q_d k_id| over the
+#: row's visible keys. The last term is one unit in the last place of the largest value that a partial sum of q.k can
+#: take. It matters only where large products cancel to an lse near zero, in rows with a few visible keys: there the
+#: rounding of the partial sums alone, of any fp32 accumulation, can exceed LSE_ABSOLUTE.
 LSE_ABSOLUTE, LSE_RELATIVE = 1e-6, 3e-5
+FP32_RESOLUTION = 2.0**-23
 
 
 def similarity_error(a: Tensor, b: Tensor) -> float:
@@ -28,7 +33,7 @@ class ForwardErrors:
 
     similarity: float  # limit: SIMILARITY
     elementwise: float  # largest |error| / sum_i p_i |v_i|, limit: ELEMENTWISE
-    lse: float  # largest |error| / max(LSE_ABSOLUTE, LSE_RELATIVE |lse|), limit: 1
+    lse: float  # largest |error| as a fraction of the limit at LSE_ABSOLUTE
     same_specials: bool  # inf and NaN stand in the same places
 
     def check(self) -> None:
@@ -42,7 +47,7 @@ def forward_errors(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, indices: Ten
     sink = options.get("attn_sink")
     options["attn_sink"] = None if sink is None else sink.double()
     expected, expected_lse = reference.sparse_mla_fwd(q.double(), kv.double(), indices, **options)
-    magnitude = value_magnitude(q.double(), kv.double(), indices, expected_lse, **options)
+    magnitude, score_magnitude = magnitudes(q.double(), kv.double(), indices, expected_lse, **options)
 
     out, lse = out.double(), lse.double()
     finite, finite_lse = expected.isfinite(), expected_lse.isfinite()
@@ -50,7 +55,8 @@ def forward_errors(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, indices: Ten
     error = (out - expected).abs()[finite]
     # 0 / 0 where nothing is visible and the result is 0, as it must be there.
     elementwise = (error / magnitude[finite]).masked_fill(error == 0, 0)
-    lse_error = (lse - expected_lse).abs() / (LSE_RELATIVE * expected_lse.abs()).clamp(min=LSE_ABSOLUTE)
+    lse_limit = (LSE_RELATIVE * expected_lse.abs()).clamp(min=LSE_ABSOLUTE) + FP32_RESOLUTION * score_magnitude
+    lse_error = (lse - expected_lse).abs() / lse_limit
     return ForwardErrors(
         similarity=similarity_error(out[finite], expected[finite]),
         elementwise=_largest(elementwise),
@@ -59,10 +65,15 @@ def forward_errors(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, indices: Ten
     )
 
 
-def value_magnitude(q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor, **options: Any) -> Tensor:
-    """sum_i p_i |v_i| of every element of out [B, S, H, d_v]; `lse` is the reference's."""
+def magnitudes(q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """What rounding errors are relative to, given the reference's lse.
+
+    Of every element of out [B, S, H, d_v]: sum_i p_i |v_i|. Of every row [B, S, H]: the largest, over its visible keys,
+    of sum_d |sm_scale q_d k_id|.
+    """
     d_v, sink = options.get("d_v", 512), options.get("attn_sink")
     scale = options.get("sm_scale")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     visible = reference.visible_slots(
         indices,
         kv.shape[1],
@@ -71,13 +82,16 @@ def value_magnitude(q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor, **optio
         options.get("kv_stride", 1),
         options.get("topk_length"),
     )
-    magnitude = q.new_empty(*q.shape[:3], d_v)
+    of_values, of_scores = q.new_empty(*q.shape[:3], d_v), q.new_empty(q.shape[:3])
     for chunk in reference.chunks(q, kv, indices, visible):
         rows = lse[:, chunk.queries]
-        p = chunk.probabilities(rows.unflatten(2, chunk.q.shape[2:4]), q.shape[3] ** -0.5 if scale is None else scale)
+        p = chunk.probabilities(rows.unflatten(2, chunk.q.shape[2:4]), scale)
         share = reference.share_beside_sink(rows, sink)[..., None]
-        magnitude[:, chunk.queries] = (p @ chunk.keys[..., :d_v].abs()).flatten(2, 3) * share
-    return magnitude
+        keys = chunk.keys.abs()
+        of_values[:, chunk.queries] = (p @ keys[..., :d_v]).flatten(2, 3) * share
+        # Slots that do not take part hold zeros.
+        of_scores[:, chunk.queries] = (chunk.q.abs() @ keys.mT).amax(-1).flatten(2) * abs(scale)
+    return of_values, of_scores
 
 
 def _same_specials(a: Tensor, b: Tensor) -> bool:

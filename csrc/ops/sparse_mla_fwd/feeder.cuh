@@ -6,7 +6,8 @@
 
 namespace dsa::sparse_mla_fwd {
 
-// One value warpgroup's share of filling the ring: Q and then the kv rows of each item, three slots ahead of their use.
+// One value warpgroup's share of filling the ring: Q and then the kv rows of each item, a round of
+// the ring ahead of their use.
 template <Config kC, bool kBack>
 struct Feeder {
   static constexpr bool kSignalOnLanding = signals_on_landing(kC);
@@ -30,8 +31,7 @@ struct Feeder {
 
   // What was written to slot `at` is complete; with kSignalOnLanding, once its copies have landed.
   __device__ __forceinline__ void signal(int at) {
-    __syncwarp();
-    if (thread % kWarpThreads == 0) arrive(full(at));
+    arrive(full(at));
     if constexpr (kSignalOnLanding) arrive_after_copies(full(at));
   }
 
@@ -53,7 +53,8 @@ struct Feeder {
     slots_left -= kBlockK;
   }
 
-  // Starts to fill slot `at`. Its chunk 8 is free when both value warpgroups have read it.
+  // Starts to fill slot `at`, which this warpgroup has read in the round of the ring with `parity`; its chunk 8 is free
+  // when both value warpgroups have.
   __device__ __forceinline__ void feed(int at, uint32_t parity) {
     if (tiles_left > 0) {
       const uint32_t s_piece = shared_address(shared.tiles.chunk(at, kBegin)) + swizzled_offset(row(), piece());
@@ -78,7 +79,7 @@ struct Feeder {
       const Item item(p, index);
       index += gridDim.x;
       if (thread == 0) {
-        if constexpr (!kBack) shared.item_tiles[at] = item.tiles;
+        if constexpr (!kBack) shared.item_tiles[parity ^ 1][at] = item.tiles;
         expect_bytes(full(at), (kEnd - kBegin) * kChunkBytes);
 #pragma unroll 1
         for (int chunk = kBegin; chunk < kEnd; ++chunk) {

@@ -26,15 +26,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&out_map);
-    constexpr int kFullArrivals = kWarpsPerWarpgroup + (signals_on_landing(kC) ? kWarpgroupThreads : 0);
+    constexpr int kFullArrivals = kWarpgroupThreads * (signals_on_landing(kC) ? 2 : 1);
     for (int i = 0; i < kC.front_stages; ++i) barrier_init(&shared.full_front[i], kFullArrivals);
     for (int i = 0; i < kC.back_stages; ++i) {
       barrier_init(&shared.full_back[i], kFullArrivals);
-      barrier_init(&shared.probs_written[i], kWarpsPerWarpgroup);
-      barrier_init(&shared.probs_turn[i], kWarpsPerWarpgroup);
-      barrier_init(&shared.probs_read[i], kWarpsPerWarpgroup);
+      barrier_init(&shared.probs_written[i], kWarpgroupThreads);
+      barrier_init(&shared.probs_turn[i], kWarpgroupThreads);
+      barrier_init(&shared.probs_read[i], kWarpgroupThreads);
     }
-    for (uint64_t& barrier : shared.finished) barrier_init(&barrier, kWarpsPerWarpgroup);
+    for (uint64_t& barrier : shared.finished) barrier_init(&barrier, kWarpgroupThreads);
     fence_barrier_init();
   }
   __syncthreads();

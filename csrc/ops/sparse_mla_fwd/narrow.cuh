@@ -56,7 +56,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     wait(&shared.full_front[front_at.slot], front_at.parity);
     wait(&shared.full_back[back_at.slot], back_at.parity);
-    const int tiles = shared.item_tiles[front_at.slot];
+    const int tiles = shared.item_tiles[front_at.parity][front_at.slot];
     for (int i = thread; i < kC.d_qk / kChunkColumns * kPieces; i += kWarpgroupThreads) {
       const int chunk = i / kPieces;
       const Bf16* from = shared.tiles.chunk(chunk < kFrontChunks ? front_at.slot : back_at.slot, chunk);
@@ -65,7 +65,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
     }
     fence_async_proxy();
     sync_warpgroup<kScoreBarrier>();
-    if (lane == 0) arrive(&shared.probs_written[back_at.slot]);
+    arrive(&shared.probs_written[back_at.slot]);
     front_at.advance();
     back_at.advance();
 
@@ -152,8 +152,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
       }
       store_transposed<kHeads>(shared_address(shared.tiles.chunk(back_at.slot, kLastChunk)), r_s, thread);
       fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) arrive(&shared.probs_written[back_at.slot]);
+      arrive(&shared.probs_written[back_at.slot]);
       front_at.advance();
       back_at.advance();
     }
@@ -177,15 +176,14 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
         shared.finish[finish_at.slot][head(c)] = finish_row(p, item, head(c), column_max[c], sum);
       }
     }
-    __syncwarp();
-    if (lane == 0) arrive(&shared.finished[finish_at.slot]);
+    arrive(&shared.finished[finish_at.slot]);
     finish_at.advance();
   }
 }
 
 template <Config kC, bool kBack>
-__device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, const KernelParams& p, const CUtensorMap& q_map,
-                                                  const CUtensorMap& out_map, int thread) {
+__device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, const KernelParams& p,
+                                                  const CUtensorMap& q_map, const CUtensorMap& out_map, int thread) {
   using namespace cute;
   constexpr int kHeads = kC.heads, kRows = kFrontChunks * kChunkColumns;  // rows of O^T, columns of O
   constexpr int kFirst = kBack ? kFrontChunks : 0, kBarrier = kBack ? kBackBarrier : kFrontBarrier;
@@ -213,12 +211,12 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
     const int slot = kBack ? back_at.slot : front_at.slot;  // of this warpgroup's values
     wait(&shared.probs_written[back_at.slot], back_at.parity);
     if (tiles_left == 0) {  // the score warpgroup has taken Q
-      tiles_left = shared.item_tiles[front_at.slot];
+      tiles_left = shared.item_tiles[front_at.parity][front_at.slot];
       mma.accumulate_ = GMMA::ScaleOut::Zero;
     } else {
       Tensor s_v = make_tensor(make_smem_ptr(shared.tiles.chunk(slot, kFirst)), ColumnsByRows<kRows>{});
-      Tensor s_p = make_tensor(make_smem_ptr(shared.tiles.chunk(back_at.slot, kLastChunk)),
-                               HeadsByColumns<kHeads, kTileRows>{});
+      Tensor s_p =
+          make_tensor(make_smem_ptr(shared.tiles.chunk(back_at.slot, kLastChunk)), HeadsByColumns<kHeads, kTileRows>{});
       Tensor r_v = mma.get_slice(thread).partition_fragment_A(s_v);
       Tensor r_p = mma.get_slice(thread).partition_fragment_B(s_p);
       if (__any_sync(~0u, shared.rescale[back_at.slot][lane % kHeads] != kExponentOfOne)) {
@@ -251,15 +249,16 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
         } else {
 #pragma unroll
           for (int chunk = 0; chunk < kFrontChunks; ++chunk) {
-            store_transposed<kHeads>(shared_address(shared.tiles.chunk(slot, kFirst + chunk)), r_o(_, chunk, 0), thread);
+            store_transposed<kHeads>(shared_address(shared.tiles.chunk(slot, kFirst + chunk)), r_o(_, chunk, 0),
+                                     thread);
           }
           store_output<kC, kBack>(shared, slot, out_map, item, thread);
         }
         index += gridDim.x;
       }
     }
-    if (!kBack && lane == 0) arrive(&shared.probs_read[back_at.slot]);
-    feeder.feed(slot, back_at.parity);
+    if (!kBack) arrive(&shared.probs_read[back_at.slot]);
+    feeder.feed(slot, kBack ? back_at.parity : front_at.parity);
     front_at.advance();
     back_at.advance();
   }

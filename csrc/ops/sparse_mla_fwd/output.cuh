@@ -7,7 +7,8 @@
 
 namespace dsa::sparse_mla_fwd {
 
-// Writes lse and returns the factor that turns O into the output, from the maximum (times scale) and the sum of a head's row.
+// Writes lse and returns the factor that turns O into the output, from the maximum (times scale) and the sum of a
+// head's row.
 __device__ __forceinline__ float finish_row(const KernelParams& p, const Item& item, int head, float row_max,
                                             float row_sum) {
   const bool exists = head < item.heads_left(p);

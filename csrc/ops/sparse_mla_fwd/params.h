@@ -28,8 +28,8 @@ struct Params {
   int num_sms;  // of the device that runs the kernel
 
   bool causal;
-  int64_t q_start;             // position of the first query
-  int64_t positions_per_key;   // the op's kv_stride
+  int64_t q_start;            // position of the first query
+  int64_t positions_per_key;  // the op's kv_stride
   float sm_scale;
 };
 

@@ -21,7 +21,7 @@ using namespace dsa::sm90;
 // A tile's chunks 0..3 (its front half) hold the front values, 4..7 the back values, and chunk 8 the key columns that
 // are no value, later P.
 inline constexpr int kFrontChunks = 4, kBackChunks = 5, kValueChunks = 8, kLastChunk = 8;
-inline constexpr int kStepColumns = 16;  // of one wgmma
+inline constexpr int kStepColumns = 16;                                       // of one wgmma
 inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads'
 
 // Running maxima are whole numbers, raised only when they have fallen behind by kRescaleStep. So O is rarely rescaled,
@@ -75,7 +75,7 @@ struct SharedStorage {
   uint32_t visible[kC.front_stages][kWarpsPerWarpgroup];  // see Feeder::feed
   uint8_t rescale[kC.back_stages][kC.heads];              // of O before the tile is added: exponent bits
   float finish[2][kC.heads];                              // of O after the last tile, for two items in turn
-  int item_tiles[kC.front_stages];                        // with Q
+  int item_tiles[2][kC.front_stages];                     // with Q, by the parity and slot of the front ring
   uint64_t full_front[kC.front_stages], full_back[kC.back_stages];
   uint64_t probs_written[kC.back_stages], probs_turn[kC.back_stages], probs_read[kC.back_stages];
   uint64_t finished[2];
@@ -85,8 +85,8 @@ struct SharedStorage {
 struct KernelParams : Params {
   explicit KernelParams(const Params& params);
 
-  int64_t rows;  // batch * seq_q * heads
-  int items;     // (query, split, group, block of heads)
+  int64_t rows;                                                            // batch * seq_q * heads
+  int items;                                                               // (query, split, group, block of heads)
   cutlass::FastDivmod head_blocks, group_count, split_count, query_count;  // what an item's index is made of
   float scale_log2;  // |sm_scale| * log2(e), above zero so that masked scores stay -inf
   bool negate_q;     // the sign of sm_scale
@@ -133,8 +133,7 @@ struct Item {
   }
   // Row of [batch, seq_q, heads] of this item's first head.
   __device__ __forceinline__ int64_t first_row(const KernelParams& p) const {
-    return (static_cast<int64_t>(b) * p.seq_q + s) * p.heads + group * (p.heads / p.groups) +
-           head_block * kBlockHeads;
+    return (static_cast<int64_t>(b) * p.seq_q + s) * p.heads + group * (p.heads / p.groups) + head_block * kBlockHeads;
   }
   __device__ __forceinline__ int heads_left(const KernelParams& p) const {
     return p.heads / p.groups - head_block * kBlockHeads;

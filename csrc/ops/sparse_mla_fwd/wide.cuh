@@ -1,4 +1,4 @@
-// 17 to 64 heads ("wide"): S = Q K^T and O += P V, heads as rows.
+// 33 to 64 heads ("wide"): S = Q K^T and O += P V, heads as rows.
 //
 // Who does what, for tile j of an item:
 //
@@ -58,7 +58,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
     // Q: value columns into registers but for the last step, the tail into its own chunk.
     wait(&shared.full_front[at.slot], at.parity);
     wait(&shared.full_back[at.slot], at.parity);
-    const int tiles = shared.item_tiles[at.slot];
+    const int tiles = shared.item_tiles[at.parity][at.slot];
     const uint32_t q_tile = shared_address(shared.tiles.chunk(at.slot, 0));
 #pragma unroll
     for (int k = 0; k <= kRegisterSteps; ++k) {
@@ -70,7 +70,8 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
 #pragma unroll
         for (int i = 0; i < 4; ++i) q_words[4 * k + i] = words[i];
       } else {
-        const uint32_t to = shared_address(shared.q.last_step) + matrix_row * 32 + ((matrix_piece ^ matrix_row / 4 % 2) << 4);
+        const uint32_t to =
+            shared_address(shared.q.last_step) + matrix_row * 32 + ((matrix_piece ^ matrix_row / 4 % 2) << 4);
         store_matrices(to, words[0], words[1], words[2], words[3]);
       }
     }
@@ -85,18 +86,15 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
     }
     fence_async_proxy();
     sync_warpgroup<kScoreBarrier>();
-    if (lane == 0) {
-      arrive(&shared.probs_written[at.slot]);
-      arrive(&shared.probs_turn[at.slot]);
-    }
+    arrive(&shared.probs_written[at.slot]);
+    arrive(&shared.probs_turn[at.slot]);
     at.advance();
 
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
     int previous_slot = 0;
     const auto signal_written = [&] {
       fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) arrive(&shared.probs_written[previous_slot]);
+      arrive(&shared.probs_written[previous_slot]);
     };
     for (int j = 0; j < tiles; ++j) {
       // S = Q K^T
@@ -127,7 +125,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
       const uint32_t high = shared.visible[at.slot][lane / 2 % 2 + 2] >> lane % 2 * 16 & 0x0f0f;
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_s);
-      if (j > 0 && lane == 0) arrive(&shared.probs_turn[previous_slot]);
+      if (j > 0) arrive(&shared.probs_turn[previous_slot]);
       if ((low & high) != 0x0f0f) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -193,18 +191,15 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
         shared.finish[finish_at.slot][row + 8 * r] = finish_row(p, item, row + 8 * r, row_max[r], row_sum[r]);
       }
     }
-    __syncwarp();
-    if (lane == 0) {
-      arrive(&shared.finished[finish_at.slot]);
-      arrive(&shared.probs_turn[previous_slot]);
-    }
+    arrive(&shared.finished[finish_at.slot]);
+    arrive(&shared.probs_turn[previous_slot]);
     finish_at.advance();
   }
 }
 
 template <Config kC, bool kBack>
-__device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const KernelParams& p, const CUtensorMap& q_map,
-                                           const CUtensorMap& out_map, int thread) {
+__device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const KernelParams& p,
+                                                const CUtensorMap& q_map, const CUtensorMap& out_map, int thread) {
   using namespace cute;
   constexpr int kColumns = kFrontChunks * kChunkColumns;
   constexpr int kFirstChunk = kBack ? kFrontChunks : 0, kFirstColumn = kFirstChunk * kChunkColumns;
@@ -225,12 +220,11 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
   while (tiles_left > 0 || index < p.items) {
     if (tiles_left == 0) {
       wait(&shared.probs_turn[at.slot], at.parity);  // the score warpgroup has taken Q
-      tiles_left = shared.item_tiles[at.slot];
+      tiles_left = shared.item_tiles[at.parity][at.slot];
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       feeder.publish();
     } else {
-      Tensor s_p = make_tensor(make_smem_ptr(shared.tiles.chunk(at.slot, kLastChunk)),
-                               RowsByColumns<kTileRows>{});
+      Tensor s_p = make_tensor(make_smem_ptr(shared.tiles.chunk(at.slot, kLastChunk)), RowsByColumns<kTileRows>{});
       Tensor s_v = make_tensor(make_smem_ptr(shared.tiles.chunk(at.slot, kFirstChunk)), ColumnsByRows<kColumns>{});
       Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
       Tensor r_v = mma.get_slice(thread).partition_fragment_B(s_v);
@@ -283,8 +277,8 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
         index += gridDim.x;
       }
     }
-    // Both warpgroups have read the slot, its last chunk too: what comes a round of the ring later in the ring may arrive.
-    if (!kBack && lane == 0) arrive(&shared.probs_read[at.slot]);
+    // This warpgroup has read the slot: what comes a round of the ring later may arrive.
+    if (!kBack) arrive(&shared.probs_read[at.slot]);
     feeder.feed(at.slot, at.parity);
     at.advance();
   }
