@@ -13,9 +13,9 @@ SIMILARITY = 7e-6
 #: Of each element, as a fraction of sum_i p_i |v_i|: the rounding of P to bf16 and that of the result.
 ELEMENTWISE = 2.0**-7
 #: Of lse: max(LSE_ABSOLUTE, LSE_RELATIVE |lse|), plus FP32_RESOLUTION * |sm_scale| * max_i sum_d |q_d k_id| over the
-#: row's visible keys. The last term is one unit in the last place of the largest value that a partial sum of q.k can
-#: take. It matters only where large products cancel to an lse near zero, in rows with a few visible keys: there the
-#: rounding of the partial sums alone, of any fp32 accumulation, can exceed LSE_ABSOLUTE.
+#: row's visible keys: one unit in the last place of the largest value that a partial sum of q.k can take. It matters
+#: only where products cancel to an lse near zero, in rows with a few visible keys. Tensor cores truncate each partial
+#: sum, so that its rounding errors add up in one direction, beyond LSE_ABSOLUTE; rounding to nearest would stay below.
 LSE_ABSOLUTE, LSE_RELATIVE = 1e-6, 3e-5
 FP32_RESOLUTION = 2.0**-23
 

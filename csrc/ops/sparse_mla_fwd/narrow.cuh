@@ -105,7 +105,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
 #pragma unroll
       for (int i = 0; i < size(r_s); ++i) r_s(i) = visible[i / 2 % 2] ? r_s(i) * p.scale_log2 : -INFINITY;
 
-      // P = 2^(S * scale - max), with a maximum that is a whole number and may lag behind
+      // P = 2^(S * scale - max), with a maximum that may lag behind
       bool raise = false;
       float top[kColumns];
 #pragma unroll
@@ -132,10 +132,10 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
           float all = shared.q.columns[0][head(c)];
 #pragma unroll
           for (int w = 1; w < kWarpsPerWarpgroup; ++w) all = fmaxf(all, shared.q.columns[w][head(c)]);
-          all = ceilf(all);
+          all = raised_max(column_max[c], all);
           exponents[c] = rescale_bits(column_max[c], all);
           column_sum[c] *= power_of_two(exponents[c]);
-          column_max[c] = fmaxf(column_max[c], all);
+          column_max[c] = all;
         }
         sync_warpgroup<kScoreBarrier>();
       }

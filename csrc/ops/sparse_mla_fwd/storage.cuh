@@ -24,14 +24,18 @@ inline constexpr int kFrontChunks = 4, kBackChunks = 5, kValueChunks = 8, kLastC
 inline constexpr int kStepColumns = 16;                                       // of one wgmma
 inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads'
 
-// Running maxima are whole numbers, raised only when they have fallen behind by kRescaleStep. So O is rarely rescaled,
-// and by powers of two; P stays below 2^kRescaleStep, where bf16 has the same relative precision.
+// Running maxima are raised only when they have fallen behind by kRescaleStep, and then by whole numbers. So O is
+// rarely rescaled, and by powers of two; P stays below 2^kRescaleStep, where bf16 has the same relative precision.
 inline constexpr float kRescaleStep = 8.f;
 inline constexpr int kExponentOfOne = 127;  // in the bits of a float
 __device__ __forceinline__ float power_of_two(int exponent_bits) { return __int_as_float(exponent_bits << 23); }
-// The exponent bits of 2^(old_max - new_max).
+__device__ __forceinline__ float raised_max(float old_max, float top) {
+  if (old_max == -INFINITY) return top;
+  return top > old_max ? old_max + ceilf(top - old_max) : old_max;
+}
+// The exponent bits of 2^(old_max - new_max), where that is a whole number or -inf; 1 where nothing was raised.
 __device__ __forceinline__ int rescale_bits(float old_max, float new_max) {
-  return kExponentOfOne + (new_max > old_max ? static_cast<int>(fmaxf(old_max - new_max, -127.f)) : 0);
+  return kExponentOfOne + (new_max > old_max ? __float2int_rn(fmaxf(old_max - new_max, -127.f)) : 0);
 }
 
 // Q where it stays during an item. Wide: what the score warpgroup's registers do not hold, the tail and the last 16

@@ -133,7 +133,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
         }
       }
 
-      // P = 2^(S * scale - max), with a maximum that is a whole number and may lag behind
+      // P = 2^(S * scale - max), with a maximum that may lag behind
       float top[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -147,10 +147,10 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-          top[r] = ceilf(fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2)));
+          top[r] = raised_max(row_max[r], fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2)));
           exponents[r] = rescale_bits(row_max[r], top[r]);
           row_sum[r] *= power_of_two(exponents[r]);
-          row_max[r] = fmaxf(row_max[r], top[r]);
+          row_max[r] = top[r];
         }
       }
       if (lane % 4 == 0) {
