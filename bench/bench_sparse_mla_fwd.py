@@ -120,6 +120,7 @@ def checked_errors(inputs: Inputs, causal: bool) -> dict[str, float]:
 
 
 def measure(spec: Spec, times: dict[str, float]) -> dict[str, Any]:
+    torch.cuda.empty_cache()  # or where a case's tensors lie depends on the cases before it, and the L2 minds
     inputs = inputs_of(spec)
     if spec.baseline:
         errors = {"similarity": similarity_error(spec.baseline(inputs), ours(inputs, causal=False)[0])}
