@@ -7,7 +7,8 @@ count (causal=False), except in the prefill cases, where a query lists ascending
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -119,15 +120,23 @@ def checked_errors(inputs: Inputs, causal: bool) -> dict[str, float]:
     return {"similarity": errors.similarity, "elementwise": errors.elementwise, "lse_over_tolerance": errors.lse}
 
 
+def placements(inputs: Inputs) -> Iterator[Inputs]:
+    """The inputs at three places in memory: the L2 keeps some better than others when they nearly fill it."""
+    yield inputs
+    for megabytes in (37, 101):
+        padding = torch.empty(megabytes * 2**20, dtype=torch.uint8, device="cuda")
+        yield replace(inputs, q=inputs.q.clone(), kv=inputs.kv.clone())
+        del padding
+
+
 def measure(spec: Spec, times: dict[str, float]) -> dict[str, Any]:
-    torch.cuda.empty_cache()  # or where a case's tensors lie depends on the cases before it, and the L2 minds
     inputs = inputs_of(spec)
     if spec.baseline:
         errors = {"similarity": similarity_error(spec.baseline(inputs), ours(inputs, causal=False)[0])}
         ms = measure_ms(lambda: spec.baseline(inputs))
     else:
         errors = checked_errors(inputs, spec.prefill)
-        ms = measure_ms(lambda: ours(inputs, spec.prefill))
+        ms = median(measure_ms(partial(ours, placed, spec.prefill)) for placed in placements(inputs))
     visible = int((inputs.indices >= 0).sum())
     tflops = 2 * spec.heads * visible * (spec.d_qk + D_V) / ms / 1e9
     peer_value = peer_figure(OP, *spec.peer[1:]) if spec.peer else None
