@@ -98,7 +98,7 @@ def sparse_mla(
     come from a PyTorch reference on every device: exact, and much slower than the forward.
 
     On CUDA the last dimension of q, kv and indices must have stride 1 and every row of q and kv must start 16-byte
-    aligned; all other strides are free.
+    aligned; all other strides are free, below 2^31 elements between positions of kv.
 
     Raises:
         RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
