@@ -7,8 +7,7 @@
 
 namespace dsa::sm90 {
 
-inline constexpr int kSwizzleColumns = 64;  // bf16 columns of one 128-byte row of a chunk
-inline constexpr int kSwizzleRowBytes = 128;
+inline constexpr int kSwizzleRowBytes = 128;  // 64 bf16 columns
 
 // Byte offset, within a chunk of rows of 64 bf16 columns, of the 16-byte piece `piece` (0..7) of `row`.
 __device__ __host__ __forceinline__ constexpr int swizzled_offset(int row, int piece) {

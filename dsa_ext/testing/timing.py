@@ -29,18 +29,6 @@ def time_ms(call: Callable[[], object], *, warmup_ms: float = 25, total_ms: floa
     return times[len(times) // 2]
 
 
-def time_graph_ms(call: Callable[[], object], *, calls: int = 20, replays: int = 20) -> float:
-    """Milliseconds of one call in a CUDA graph of `calls` of them: without the host's share, and with a warm L2."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    times = sorted(_elapsed_ms(graph.replay, 1) for _ in range(replays))
-    return times[len(times) // 2] / calls
-
-
 def _elapsed_ms(call: Callable[[], object], calls: int) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()

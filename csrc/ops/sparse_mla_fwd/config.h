@@ -8,20 +8,19 @@ namespace dsa::sparse_mla_fwd {
 struct Config {
   int d_qk, d_v;
   int heads;                             // in one CTA
-  int block_k;                           // keys in one tile
   int front_stages, back_stages;         // slots for the two halves of a tile
   int value_registers, score_registers;  // a thread, of the two roles
 };
 
 inline constexpr Config kConfigs[] = {
-    // d_qk, d_v, heads, block_k, front and back stages, value and score registers
+    // d_qk, d_v, heads, front and back stages, value and score registers
     // clang-format off
-    {576, 512, kBlockHeads, kBlockK, 3, 3, 160, 184},
-    {512, 512, kBlockHeads, kBlockK, 3, 3, 160, 184},
-    {576, 512, 32, kBlockK, 3, 2, 160, 184},
-    {512, 512, 32, kBlockK, 3, 2, 160, 184},
-    {576, 512, 16, kBlockK, 3, 2, 160, 184},
-    {512, 512, 16, kBlockK, 3, 2, 160, 184},
+    {576, 512, kBlockHeads, 3, 3, 160, 184},
+    {512, 512, kBlockHeads, 3, 3, 160, 184},
+    {576, 512, 32, 3, 2, 160, 184},
+    {512, 512, 32, 3, 2, 160, 184},
+    {576, 512, 16, 3, 2, 160, 184},
+    {512, 512, 16, 3, 2, 160, 184},
     // clang-format on
 };
 

@@ -28,7 +28,7 @@ const char* launch_config(const KernelParams& p, cudaStream_t stream) {
   const auto kernel = sparse_mla_fwd_kernel<kConfig>;
   constexpr int kBytes = sizeof(SharedStorage<kConfigs[kConfig]>);
   static_assert(kBytes <= kMaxSharedBytes);
-  // Once on each device: the call costs the host about as much as the launch.
+  // Once on each device, to spare the host a driver call at every launch.
   static std::atomic<uint64_t> prepared_devices = 0;
   int device = 0;
   cudaGetDevice(&device);

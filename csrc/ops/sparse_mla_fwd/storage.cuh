@@ -20,7 +20,8 @@ using namespace dsa::sm90;
 
 // A tile's chunks 0..3 (its front half) hold the front values, 4..7 the back values, and chunk 8 the key columns that
 // are no value, later P.
-inline constexpr int kFrontChunks = 4, kBackChunks = 5, kValueChunks = 8, kLastChunk = 8;
+inline constexpr int kFrontChunks = 4, kBackChunks = 5, kLastChunk = 8;
+static_assert(kTileRows == kBlockK && kGatherRows == kBlockK, "a tile is what one wgmma scores and one gather copies");
 inline constexpr int kStepColumns = 16;                                       // of one wgmma
 inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads'
 
