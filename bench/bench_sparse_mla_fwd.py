@@ -5,7 +5,6 @@ count (causal=False), except in the prefill cases, where a query lists ascending
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +20,7 @@ import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.inputs import Inputs, make_inputs
 from dsa_ext.testing.progress import Progress
+from dsa_ext.testing.timing import host_us
 from dsa_ext.testing.tolerances import forward_errors, similarity_error
 
 OP = "sparse_mla_fwd"
@@ -160,20 +160,13 @@ def measure(spec: Spec, times: dict[str, float]) -> dict[str, Any]:
 def measure_host() -> dict[str, Any]:
     """Microseconds until the public function returns, on work so small that the GPU keeps up."""
     inputs = make_inputs(seq=1, s_kv=64, heads=16, topk=64, device="cuda")
-    batches, calls = 30, 200  # fewer calls than the launch queue holds, or the host would wait for the GPU
-    times = []
-    for _ in range(batches):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            dsa_ext.sparse_mla(inputs.q, inputs.kv, inputs.indices)
-        times.append((time.perf_counter() - begin) * 1e3 / calls)
+    microseconds = host_us(lambda: dsa_ext.sparse_mla(inputs.q, inputs.kv, inputs.indices))
     args = {"B": 1, "S": 1, "S_kv": 64, "H": 16, "G": 1, "K": 64, "d_qk": 576, "d_v": D_V, "causal": True}
     return {
         "name": "host_time_of_a_call_without_grad",
         "group": "Host",
         "args": args,
-        "ms": round(median(times), 6),
+        "ms": round(microseconds / 1e3, 6),
         "tflops": None,
         "peer": None,
         "peer_value": None,

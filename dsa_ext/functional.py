@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dsa_ext.ops.sparse_mla_fwd import gradient_wanted
-
 _sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
 #: What calling the overload calls, one Python frame further down.
 _sparse_mla_fwd_direct: Callable[..., tuple[Tensor, Tensor]] = _sparse_mla_fwd._op
@@ -107,7 +105,10 @@ def sparse_mla(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     args = (q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink)
-    if is_compiling() or gradient_wanted(q, kv, attn_sink):
+    wants_grad = torch.is_grad_enabled() and (
+        q.requires_grad or kv.requires_grad or (attn_sink is not None and attn_sink.requires_grad)
+    )
+    if wants_grad or is_compiling():
         result: tuple[Tensor, Tensor] = _sparse_mla_fwd(*args)
     else:
         # The operator's autograd layer is Python: passing below it, and every frame less, is felt by the host.

@@ -3,10 +3,8 @@
 import itertools
 import math
 import random
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +23,7 @@ from dsa_ext.testing.inputs import (
     spoil_indices,
     strided_copy,
 )
+from dsa_ext.testing.timing import host_us
 from dsa_ext.testing.tolerances import forward_errors, similarity_error
 
 pytestmark = pytest.mark.gpu
@@ -340,24 +339,13 @@ def test_empty_tensors(sizes: tuple[int, int, int]) -> None:
     assert lse.shape == (batch, seq, heads)
 
 
-def host_microseconds(call: Callable[[], object]) -> float:
-    batches = []
-    for _ in range(30):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(100):  # fewer than the launch queue holds, so that the host never waits for the GPU
-            call()
-        batches.append((time.perf_counter() - begin) / 100 * 1e6)
-    return statistics.median(batches)
-
-
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["inputs without grad", "inputs with grad, no_grad"])
 def test_host_overhead(needs_grad: bool) -> None:
     """One eager call costs the host at most 10 microseconds where no gradient is wanted."""
     inputs = make_gpu(seq=1, s_kv=64, heads=64, topk=64)
     q, kv = inputs.q.requires_grad_(needs_grad), inputs.kv.requires_grad_(needs_grad)
     with torch.no_grad():
-        public = host_microseconds(lambda: dsa_ext.sparse_mla(q, kv, inputs.indices))
-        operator = host_microseconds(lambda: OP(q, kv, inputs.indices))
+        public = host_us(lambda: dsa_ext.sparse_mla(q, kv, inputs.indices))
+        operator = host_us(lambda: OP(q, kv, inputs.indices))
     print(f"host: dsa_ext.sparse_mla {public:.1f} us, torch.ops.dsa.sparse_mla_fwd {operator:.1f} us")
     assert public <= HOST_LIMIT

@@ -2,9 +2,10 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_runtime.h>
 
 #include <cstdint>
+
+#include "launch.h"
 
 namespace dsa::sm90 {
 
@@ -16,13 +17,7 @@ struct HeadTensor {
 
 // A map that moves 64 heads x 64 columns a copy, in the 128-byte swizzle. False when the driver refuses.
 inline bool encode_head_tensor(CUtensorMap* map, const HeadTensor& t) {
-  // libcuda is not linked: the runtime finds the entry point in the driver that is there.
-  static const auto encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-  }();
+  static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return false;
   const cuuint64_t sizes[5] = {cuuint64_t(t.columns), cuuint64_t(t.heads), cuuint64_t(t.groups),
                                cuuint64_t(t.positions), cuuint64_t(t.batch)};

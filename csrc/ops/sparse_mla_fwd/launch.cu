@@ -1,12 +1,10 @@
 // Chooses the configuration and launches.
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <atomic>
 
 #include "combine.cuh"
 #include "kernel.cuh"
 #include "params.h"
+#include "sm90/launch.h"
 #include "sm90/tensor_map.h"
 
 namespace dsa::sparse_mla_fwd {
@@ -25,24 +23,14 @@ const char* launch_config(const KernelParams& p, cudaStream_t stream) {
                                      int64_t(group_heads) * p.d_v, out_row, p.seq_q * out_row})) {
     return "no tensor map for out";
   }
-  const auto kernel = sparse_mla_fwd_kernel<kConfig>;
   constexpr int kBytes = sizeof(SharedStorage<kConfigs[kConfig]>);
   static_assert(kBytes <= kMaxSharedBytes);
-  // Once on each device, to spare the host a driver call at every launch.
-  static std::atomic<uint64_t> prepared_devices = 0;
-  int device = 0;
-  cudaGetDevice(&device);
-  const uint64_t bit = uint64_t(1) << device % 64;
-  if (!(prepared_devices.load() & bit)) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return cudaGetErrorString(error);
-    prepared_devices.fetch_or(bit);
+  const char* error = launch_kernel<sparse_mla_fwd_kernel<kConfig>>(p.device, std::min(p.items, p.num_sms), kThreads,
+                                                                    kBytes, stream, p, q_map, out_map);
+  if (error == nullptr && p.splits > 1) {
+    error = launch_kernel<combine_kernel>(p.device, unsigned(p.rows), kCombineThreads, 0, stream, p);
   }
-  const int grid = std::min(p.items, p.num_sms);
-  kernel<<<grid, kThreads, kBytes, stream>>>(p, q_map, out_map);
-  if (p.splits > 1) combine_kernel<<<unsigned(p.rows), kCombineThreads, 0, stream>>>(p);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return error;
 }
 
 }  // namespace

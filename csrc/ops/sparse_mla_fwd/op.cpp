@@ -121,6 +121,7 @@ std::tuple<Tensor, Tensor> sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, s
       .d_qk = static_cast<int>(d_qk),
       .d_v = static_cast<int>(d_v),
       .splits = splits,
+      .device = device_index,
       .num_sms = device.num_sms,
       .causal = causal,
       .q_start = q_start,

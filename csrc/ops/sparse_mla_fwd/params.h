@@ -25,7 +25,8 @@ struct Params {
 
   int batch, seq_q, seq_kv, heads, groups, topk, d_qk, d_v;
   int splits;   // from plan_splits
-  int num_sms;  // of the device that runs the kernel
+  int device;   // index of the one that runs the kernel
+  int num_sms;  // of that device
 
   bool causal;
   int64_t q_start;            // position of the first query

@@ -1,0 +1,44 @@
+// Host side of a kernel launch: the driver's own entry points, found once, because the host's time for a small call is
+// mostly the launch.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+
+namespace dsa::sm90 {
+
+// libcuda is not linked: the runtime finds its functions in the driver that is there. Null when it has none such.
+template <class Function>
+Function driver_function(const char* name) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found);
+  return reinterpret_cast<Function>(entry);
+}
+
+// Launches `kKernel` on `device`, which is current. Returns null, or a text that says what failed.
+template <auto kKernel, class... Args>
+const char* launch_kernel(int device, unsigned grid, int threads, int shared_bytes, cudaStream_t stream,
+                          const Args&... args) {
+  constexpr int kMaxDevices = 64;
+  static std::array<std::atomic<cudaFunction_t>, kMaxDevices> loaded{};
+  cudaFunction_t function = loaded[device % kMaxDevices].load(std::memory_order_relaxed);
+  if (function == nullptr) {
+    const auto symbol = reinterpret_cast<const void*>(kKernel);
+    cudaError_t error = cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error == cudaSuccess) error = cudaGetFuncBySymbol(&function, symbol);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+    loaded[device % kMaxDevices].store(function, std::memory_order_relaxed);
+  }
+  static const auto launch = driver_function<decltype(&cuLaunchKernel)>("cuLaunchKernel");
+  if (launch == nullptr) return "the driver has no cuLaunchKernel";
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  const CUresult result = launch(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, nullptr);
+  // The runtime's error codes are the driver's.
+  return result == CUDA_SUCCESS ? nullptr : cudaGetErrorString(static_cast<cudaError_t>(result));
+}
+
+}  // namespace dsa::sm90
