@@ -19,6 +19,11 @@ __device__ __forceinline__ int visible_end(int seq_kv, bool causal, int64_t q_st
   return end < seq_kv ? static_cast<int>(end) : seq_kv;
 }
 
+// Leading slots of a query that are in use: all of them, or as many as its entry of topk_length says.
+__device__ __forceinline__ int used_slots(int topk, const int* g_length) {
+  return g_length == nullptr ? topk : max(0, min(*g_length, topk));
+}
+
 // cp.async of 16 bytes past L1; writes zeros and reads nothing where `bytes` is 0. (A 256-byte L2 prefetch hint costs
 // bandwidth where the rows come from HBM: half of what it fetches belongs to other rows.)
 __device__ __forceinline__ void copy_16_bytes(uint32_t shared, const void* global, int bytes) {
@@ -34,6 +39,10 @@ inline constexpr int kGatherThreadsPerRow = 8;
 inline constexpr int kGatherRowStep = 16;
 inline constexpr int kGatherRowsPerThread = kGatherRows / kGatherRowStep;
 inline constexpr int kChunkBytes = kGatherRows * kSwizzleRowBytes;
+
+// A thread's first row of a tile, and its 16-byte piece of each 128 bytes.
+__device__ __forceinline__ int gather_row(int thread) { return thread / kGatherThreadsPerRow; }
+__device__ __forceinline__ int gather_piece(int thread) { return thread % kGatherThreadsPerRow; }
 
 // One thread's rows of a tile.
 struct GatherRows {
@@ -64,6 +73,60 @@ struct GatherRows {
                       g_rows[i] + chunk * kSwizzleRowBytes, visible >> i & 1 ? 16 : 0);
       }
     }
+  }
+};
+
+// One thread's part in gathering the tiles of one query's keys. Ids are read a tile ahead of their use.
+struct KeyStream {
+  const int* g_ids;               // this thread's first slot of the next tile
+  const char* g_rows;             // this thread's piece of row 0
+  int slots_left, id_end;         // from g_ids on; ids below id_end are visible
+  int ids[kGatherRowsPerThread];  // of the next tile
+
+  // Slots [0, slots) of `g_first_id`, rows of `g_kv`.
+  __device__ __forceinline__ void start(const int* g_first_id, int slots, int end, const void* g_kv, int thread) {
+    g_ids = g_first_id + gather_row(thread);
+    slots_left = slots - gather_row(thread);
+    id_end = end;
+    g_rows = static_cast<const char*>(g_kv) + gather_piece(thread) * 16;
+    load_ids();
+  }
+
+  __device__ __forceinline__ void load_ids() {
+#pragma unroll
+    for (int i = 0; i < kGatherRowsPerThread; ++i) {
+      ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
+    }
+    g_ids += kGatherRows;
+    slots_left -= kGatherRows;
+  }
+
+  __device__ __forceinline__ GatherRows rows(uint32_t row_bytes) const { return {g_rows, row_bytes, ids, id_end}; }
+};
+
+// Which rows of a tile are visible keys, in one word of each warp that gathers: bit 8 (row % 4) + row / 16 of word
+// row / 4 % 4.
+__device__ __forceinline__ void publish_visible(uint32_t (&words)[4], const GatherRows& rows, int thread) {
+  const uint32_t word = __ballot_sync(~0u, rows.visible >> gather_piece(thread) & 1);
+  if (thread % 32 == 0) words[thread / 32] = word;
+}
+
+__device__ __forceinline__ bool any_visible(const uint32_t (&words)[4]) {
+  return (words[0] | words[1] | words[2] | words[3]) != 0;
+}
+
+// The same for the keys that are columns of a 64 x 64 accumulator of this thread: bit 8 e + i of `low` is column
+// 16 i + lane % 4 * 2 + e, of `high` the one 8 further.
+struct VisibleColumns {
+  static constexpr uint32_t kAll = 0x0f0f;
+  uint32_t low, high;
+
+  __device__ __forceinline__ VisibleColumns(const uint32_t (&words)[4], int lane)
+      : low(words[lane / 2 % 2] >> lane % 2 * 16 & kAll), high(words[lane / 2 % 2 + 2] >> lane % 2 * 16 & kAll) {}
+  __device__ __forceinline__ bool all() const { return (low & high) == kAll; }
+  // Of accumulator `i`.
+  __device__ __forceinline__ bool operator[](int i) const {
+    return (i / 4 % 2 ? high : low) & 1u << (i % 2 * 8 + i / 8);
   }
 };
 

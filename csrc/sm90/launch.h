@@ -21,7 +21,7 @@ Function driver_function(const char* name) {
 
 // Launches `kKernel` on `device`, which is current. Returns null, or a text that says what failed.
 template <auto kKernel, class... Args>
-const char* launch_kernel(int device, unsigned grid, int threads, int shared_bytes, cudaStream_t stream,
+const char* launch_kernel(int device, unsigned grid, dim3 threads, int shared_bytes, cudaStream_t stream,
                           const Args&... args) {
   constexpr int kMaxDevices = 64;
   static std::array<std::atomic<cudaFunction_t>, kMaxDevices> loaded{};
@@ -36,7 +36,8 @@ const char* launch_kernel(int device, unsigned grid, int threads, int shared_byt
   static const auto launch = driver_function<decltype(&cuLaunchKernel)>("cuLaunchKernel");
   if (launch == nullptr) return "the driver has no cuLaunchKernel";
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
-  const CUresult result = launch(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, nullptr);
+  const CUresult result =
+      launch(function, grid, 1, 1, threads.x, threads.y, threads.z, shared_bytes, stream, pointers, nullptr);
   // The runtime's error codes are the driver's.
   return result == CUDA_SUCCESS ? nullptr : cudaGetErrorString(static_cast<cudaError_t>(result));
 }

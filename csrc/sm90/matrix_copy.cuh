@@ -44,4 +44,22 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
+// The sum of products of two pairs.
+__device__ __forceinline__ float dot_bf16(uint32_t a, uint32_t b) {
+  return fmaf(__uint_as_float(a << 16), __uint_as_float(b << 16),
+              __uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u));
+}
+
+// A warpgroup's 64-row fp32 accumulators, rounded, as 64-column chunks from `chunk` on.
+template <int kColumns, class Accumulator>
+__device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumulator& r, int thread) {
+  const int row = thread / 32 * 16 + thread % 16, piece = thread / 16 % 2;
+#pragma unroll
+  for (int i = 0; i < kColumns / 16; ++i) {
+    store_matrices(chunk + i / 4 * 64 * kSwizzleRowBytes + swizzled_offset(row, i % 4 * 2 + piece),
+                   pack_bf16(r(8 * i), r(8 * i + 1)), pack_bf16(r(8 * i + 2), r(8 * i + 3)),
+                   pack_bf16(r(8 * i + 4), r(8 * i + 5)), pack_bf16(r(8 * i + 6), r(8 * i + 7)));
+  }
+}
+
 }  // namespace dsa::sm90

@@ -45,6 +45,12 @@ using ScoreMmaFromRegisters = Tiled<cute::SM90_64x64x16_F32BF16BF16_RS<cute::GMM
 using ScoreMmaFromShared = Tiled<cute::SM90_64x64x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::K>>;
 // 64 x 256 outputs += probabilities . values
 using ValueMma = Tiled<cute::SM90_64x256x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::MN>>;
+// 64 x 64 outputs += rows . values, and keys' gradients += transposed probabilities . rows
+using NarrowColumnsMma = Tiled<cute::SM90_64x64x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::MN>>;
+template <int kColumns>
+using TransposedMma = decltype(cute::make_tiled_mma(
+    cute::GMMA::ss_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>,
+                               cute::GMMA::Major::MN, cute::GMMA::Major::MN>()));
 // The same with few heads as columns: 64 keys x heads = keys . queries, and 64 columns x heads += values .
 // probabilities
 template <int kHeads>

@@ -21,6 +21,16 @@ __device__ __forceinline__ void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// The register budget of a role, for a kernel that starts with kStart.
+template <int kRegisters, int kStart>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (kRegisters > kStart) {
+    grow_registers<kRegisters>();
+  } else {
+    shrink_registers<kRegisters>();
+  }
+}
+
 // bar.sync on a named barrier, for the threads of one warpgroup
 template <int kBarrier>
 __device__ __forceinline__ void sync_warpgroup() {

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <array>
@@ -144,6 +145,11 @@ Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides.data(),
                                                   shim_dtype, aoti_torch_device_type_cuda(), device_index, &handle));
   return Tensor(handle);
+}
+
+Tensor aligned_contiguous(const Tensor& tensor) {
+  const Tensor dense = torch::stable::contiguous(tensor);
+  return reinterpret_cast<uintptr_t>(dense.data_ptr()) % kRowAlignment == 0 ? dense : torch::stable::clone(dense);
 }
 
 void* current_stream(int device_index) {

@@ -80,6 +80,9 @@ Device device_info(int index);
 // Uninitialised and contiguous.
 Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_index);
 
+// `tensor` itself where it is contiguous and starts 16-byte aligned, else a copy that is.
+Tensor aligned_contiguous(const Tensor& tensor);
+
 // The current stream of torch on this device, a cudaStream_t.
 void* current_stream(int device_index);
 

@@ -9,15 +9,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
-from dsa_ext.ops._checks import check_same_device, check_tensor, describe, fail
 from dsa_ext.ops._library import explain_missing_cuda, library
+from dsa_ext.ops._sparse_mla import check_inputs
 
 _OP = "sparse_mla_fwd"
-_SHAPES = ((576, 512), (512, 512))
-_MAX_HEADS_PER_GROUP = 128
-#: The reference computes in fp32 or float64, so the CPU takes these too.
-_CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-
 library.define(
     "sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, float? sm_scale=None, SymInt d_v=512, bool causal=True, "
     "SymInt q_start=0, SymInt kv_stride=1, Tensor? topk_length=None, Tensor? attn_sink=None) -> "
@@ -26,44 +21,6 @@ library.define(
 )
 explain_missing_cuda(_OP)
 _redispatch: Callable[..., tuple[Tensor, Tensor]] = torch.ops.dsa.sparse_mla_fwd.default.redispatch
-
-
-def _check(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    sm_scale: float | None,
-    d_v: int,
-    q_start: int,
-    kv_stride: int,
-    topk_length: Tensor | None,
-    attn_sink: Tensor | None,
-) -> None:
-    dtype = q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
-    check_tensor(_OP, "q", q, dtype, B=None, S=None, H=None, Dqk=None)
-    batch, seq, heads, d_qk = q.shape
-    check_tensor(_OP, "kv", kv, dtype, B=batch, S_kv=None, G=None, Dqk=d_qk)
-    groups = kv.shape[2]
-    check_tensor(_OP, "indices", indices, torch.int32, B=batch, S=seq, G=groups, K=None)
-    if topk_length is not None:
-        check_tensor(_OP, "topk_length", topk_length, torch.int32, B=batch, S=seq)
-    if attn_sink is not None:
-        check_tensor(_OP, "attn_sink", attn_sink, reference.sparse_mla.compute_dtype(q), H=heads)
-
-    if (d_qk, d_v) not in _SHAPES:
-        fail(_OP, f"(Dqk, d_v) must be (576, 512) or (512, 512), got ({d_qk}, {d_v})")
-    if groups < 1 or heads % groups != 0 or heads // groups > _MAX_HEADS_PER_GROUP:
-        expected = f"a multiple of kv's groups, at most {_MAX_HEADS_PER_GROUP} a group"
-        fail(_OP, f"q's heads must be {expected}, got {heads} heads and {groups} groups")
-    if indices.shape[3] < 1:
-        fail(_OP, f"indices must have at least one slot a row, got {describe(indices)}")
-    if sm_scale is not None and not abs(sm_scale) <= torch.finfo(torch.float32).max:
-        fail(_OP, f"sm_scale must be finite in fp32, got {sm_scale}")
-    if q_start < 0:
-        fail(_OP, f"q_start must be at least 0, got {q_start}")
-    if kv_stride < 1:
-        fail(_OP, f"kv_stride must be at least 1, got {kv_stride}")
-    check_same_device(_OP, "q", q, kv=kv, indices=indices, topk_length=topk_length, attn_sink=attn_sink)
 
 
 def _cpu(
@@ -78,7 +35,7 @@ def _cpu(
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(q, kv, indices, sm_scale, d_v, q_start, kv_stride, topk_length, attn_sink)
+    check_inputs(_OP, q, kv, indices, sm_scale, d_v, q_start, kv_stride, topk_length, attn_sink)
     return reference.sparse_mla_fwd(q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink)
 
 
@@ -94,7 +51,7 @@ def _fake(
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(q, kv, indices, sm_scale, d_v, q_start, kv_stride, topk_length, attn_sink)
+    check_inputs(_OP, q, kv, indices, sm_scale, d_v, q_start, kv_stride, topk_length, attn_sink)
     lse = q.new_empty(q.shape[:3], dtype=reference.sparse_mla.compute_dtype(q))
     return q.new_empty(*q.shape[:3], d_v), lse
 
@@ -122,7 +79,7 @@ class _Autograd(torch.autograd.Function):
                 keyset, q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink
             )
         ctx.save_for_backward(q, kv, indices, topk_length, attn_sink, out, lse)
-        ctx.options = (sm_scale, causal, q_start, kv_stride)
+        ctx.options = (sm_scale, d_v, causal, q_start, kv_stride)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -133,7 +90,17 @@ class _Autograd(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         dq, dkv, d_sink = torch.ops.dsa.sparse_mla_bwd(
-            dout, q, kv, out, lse, indices, *ctx.options, topk_length, attn_sink, dlse
+            dout,
+            q,
+            kv,
+            out,
+            lse,
+            indices,
+            *ctx.options,
+            topk_length,
+            attn_sink,
+            dlse,
+            torch.are_deterministic_algorithms_enabled(),
         )
         return None, dq, dkv, *(None,) * 7, None if attn_sink is None else d_sink
 

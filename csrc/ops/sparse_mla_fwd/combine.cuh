@@ -9,7 +9,7 @@ namespace dsa::sparse_mla_fwd {
 
 inline constexpr int kCombineThreads = 128;  // one (query, head) row; four columns a thread
 
-inline __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ KernelParams p) {
   const int64_t row = blockIdx.x;
   const int column = threadIdx.x * 4;
 

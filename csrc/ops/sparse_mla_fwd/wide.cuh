@@ -120,16 +120,14 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
       }
       warpgroup_commit_batch();
       if (j > 0) signal_written();
-      // Which of this thread's columns are visible keys: bit 8 e + i is column 16 i + lane % 4 * 2 + e, plus 8 in high.
-      const uint32_t low = shared.visible[at.slot][lane / 2 % 2] >> lane % 2 * 16 & 0x0f0f;
-      const uint32_t high = shared.visible[at.slot][lane / 2 % 2 + 2] >> lane % 2 * 16 & 0x0f0f;
+      const VisibleColumns visible(shared.visible[at.slot], lane);
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_s);
       if (j > 0) arrive(&shared.probs_turn[previous_slot]);
-      if ((low & high) != 0x0f0f) {
+      if (!visible.all()) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-          if (!((i / 4 % 2 ? high : low) & 1u << (i % 2 * 8 + i / 8))) r_s(i) = -INFINITY;
+          if (!visible[i]) r_s(i) = -INFINITY;
         }
       }
 
@@ -265,13 +263,7 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
           }
         } else {
           // O takes the place of the values that this warpgroup alone read, in the layout that TMA stores.
-          const uint32_t s_o = shared_address(shared.tiles.chunk(at.slot, kFirstChunk));
-#pragma unroll
-          for (int i = 0; i < kColumns / 16; ++i) {
-            store_matrices(s_o + i / 4 * kChunkBytes + swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
-                           pack_bf16(r_o(8 * i), r_o(8 * i + 1)), pack_bf16(r_o(8 * i + 2), r_o(8 * i + 3)),
-                           pack_bf16(r_o(8 * i + 4), r_o(8 * i + 5)), pack_bf16(r_o(8 * i + 6), r_o(8 * i + 7)));
-          }
+          store_accumulators<kColumns>(shared_address(shared.tiles.chunk(at.slot, kFirstChunk)), r_o, thread);
           store_output<kC, kBack>(shared, at.slot, out_map, item, thread);
         }
         index += gridDim.x;

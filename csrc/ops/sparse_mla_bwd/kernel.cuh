@@ -1,0 +1,75 @@
+// Sparse MLA backward: one CTA takes one query's heads of a group, at most 64, over all its keys.
+//
+// Who does what, for tile j of 64 keys:
+//
+//   warpgroup           waits for                  does                                             signals
+//   score               front_full, back_full      S = Q K^T, dP = dO V^T; P, dS
+//                       probs_read of j-1          writes P and dS                                  probs_written
+//   gradients 0 (front) probs_written              dQ[:, 0:256) and the tail += dS K
+//                                                  gathers these columns of tile j+1                front_full
+//                                                  dkv[:, 0:256) = P^T dO + dS^T Q, added globally  probs_read
+//   gradients 1 (back)  probs_written              dQ[:, 256:512) += dS K
+//                                                  gathers these columns of tile j+1                back_full
+//                                                  dkv[:, 256:d_qk), added globally                 probs_read
+//
+// Q, dO, one tile of keys, P and dS fill shared memory. So each gradient warpgroup takes its product with the keys
+// first, and while the next tile arrives in their place it works on dkv, which needs no keys.
+//
+// Registers of a thread: dQ takes 160 in the front warpgroup and 128 in the back one, a chunk of dkv 32 in both; S and
+// dP take 64 in the score warpgroup.
+#pragma once
+
+#include <cutlass/cutlass.h>
+
+#include "gradients.cuh"
+#include "score.cuh"
+
+namespace dsa::sparse_mla_bwd {
+
+template <int kConfig>
+__global__ void __launch_bounds__(kThreads, 1)
+    sparse_mla_bwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
+                          const __grid_constant__ CUtensorMap dout_map, const __grid_constant__ CUtensorMap dq_map) {
+  constexpr Config kC = kConfigs[kConfig];
+  extern __shared__ __align__(1024) char shared_bytes_[];
+  SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);
+  const int thread = threadIdx.x % kWarpgroupThreads;
+  const int warpgroup = cutlass::canonical_warp_group_idx();
+  const Item item(p, blockIdx.x);
+
+  if (threadIdx.x == 0) {
+    shared.place = item.place(p);
+    prefetch_tensor_map(&q_map);
+    prefetch_tensor_map(&dout_map);
+    prefetch_tensor_map(&dq_map);
+    barrier_init(&shared.inputs_full, 1);
+    barrier_init(&shared.front_full, 2 * kWarpgroupThreads);
+    barrier_init(&shared.back_full, 2 * kWarpgroupThreads);
+    barrier_init(&shared.probs_written, kWarpgroupThreads);
+    barrier_init(&shared.probs_read, kThreads);
+    fence_barrier_init();
+    expect_bytes(&shared.inputs_full, sizeof(shared.q) + sizeof(shared.dout));
+#pragma unroll 1
+    for (int c = 0; c < kC.d_qk / kChunkColumns; ++c) {
+      const HeadTile at{c * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b};
+      tma_load(shared.chunk(shared.q, c), &q_map, at, &shared.inputs_full);
+      if (c < kValueChunks) tma_load(shared.chunk(shared.dout, c), &dout_map, at, &shared.inputs_full);
+    }
+    arrive(&shared.inputs_full);
+  }
+  __syncthreads();
+
+  constexpr int kStart = kMaxRegisters / 3;
+  if (warpgroup == 0) {
+    set_registers<kC.registers[kFrontRole], kStart>();
+    accumulate<kC, false>(shared, p, dq_map, thread);
+  } else if (warpgroup == 1) {
+    set_registers<kC.registers[kBackRole], kStart>();
+    accumulate<kC, true>(shared, p, dq_map, thread);
+  } else {
+    set_registers<kC.registers[kScoreRole], kStart>();
+    score<kC>(shared, p, item, thread);
+  }
+}
+
+}  // namespace dsa::sparse_mla_bwd

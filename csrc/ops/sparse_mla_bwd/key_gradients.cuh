@@ -1,0 +1,60 @@
+// Each warpgroup's share of dkv.
+#pragma once
+
+#include "sm90/scatter.cuh"
+#include "storage.cuh"
+
+namespace dsa::sparse_mla_bwd {
+
+// dkv += P^T dO + dS^T Q for one tile and the columns of one role; `ids` are those of the tile's keys, -1 for none.
+// Arrives at probs_read as soon as P and dS are read.
+template <Config kC, int kRole>
+__device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, const Params& p, const int (&ids)[kBlockK],
+                                                  int thread) {
+  using namespace cute;
+  constexpr KeyColumns kShare = kC.key_columns[kRole];
+  const int lane = thread % kWarpThreads;
+
+  TransposedMma<kShare.step> mma;
+  Tensor s_p = make_tensor(make_smem_ptr(shared.probs), ColumnsByRows<kBlockK>{});
+  Tensor s_ds = make_tensor(make_smem_ptr(shared.dscores), ColumnsByRows<kBlockK>{});
+  Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
+  Tensor r_ds = mma.get_slice(thread).partition_fragment_A(s_ds);
+  Tensor r_dkv = partition_fragment_C(mma, Shape<_64, Int<kShare.step>>{});
+
+  const int* pair = ids + thread / kWarpThreads * 16 + lane / 8 * 2;
+  const uint32_t stride = p.groups * kC.d_qk;
+  const RowPair rows[2] = {{shared.place.g_sums, stride, pair, lane}, {shared.place.g_sums, stride, pair + 8, lane}};
+#pragma unroll
+  for (int column = kShare.begin; column < kShare.end; column += kShare.step) {
+    const auto columns_of = [&](Bf16* first) {  // [kShare.step, 64 heads] of a row of chunks
+      Tensor s_chunk =
+          make_tensor(make_smem_ptr(shared.chunk(first, column / kChunkColumns)), ColumnsByRows<kChunkColumns>{});
+      Tensor r_chunk = TransposedMma<kChunkColumns>{}.get_slice(thread).partition_fragment_B(s_chunk);
+      return make_tensor(r_chunk.data() + column % kChunkColumns * sizeof(Bf16) / 16, r_chunk.layout());
+    };
+    Tensor r_q = columns_of(shared.q);
+    warpgroup_fence_operand(r_dkv);
+    warpgroup_arrive();
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+    for (int k = 0; k < size<2>(r_ds); ++k) {
+      gemm(mma, r_ds(_, _, k), r_q(_, _, k), r_dkv);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    if (column < kC.d_v) {
+      Tensor r_do = columns_of(shared.dout);
+#pragma unroll
+      for (int k = 0; k < size<2>(r_p); ++k) gemm(mma, r_p(_, _, k), r_do(_, _, k), r_dkv);
+    }
+    warpgroup_commit_batch();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(r_dkv);
+    if (column + kShare.step >= kShare.end) arrive(&shared.probs_read);
+    swap_between_quads(r_dkv, lane);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) rows[r].add(column, r_dkv, 2 * r);
+  }
+}
+
+}  // namespace dsa::sparse_mla_bwd

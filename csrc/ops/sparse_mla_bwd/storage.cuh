@@ -1,0 +1,109 @@
+// Shared memory of the sparse MLA backward kernel, and the item of work of a CTA.
+#pragma once
+
+#include <cstdint>
+
+#include "config.h"
+#include "params.h"
+#include "sm90/gather.cuh"
+#include "sm90/mbarrier.cuh"
+#include "sm90/mma.cuh"
+#include "sm90/warpgroup.cuh"
+
+namespace dsa::sparse_mla_bwd {
+
+using namespace dsa::sm90;
+
+// The front warpgroup gathers and accumulates chunks 0..3 of 64 columns and the tail, chunk 8; the back one 4..7.
+inline constexpr int kHalfChunks = 4, kValueChunks = 8, kTailChunk = 8;
+static_assert(kTileRows == kBlockK && kGatherRows == kBlockK, "a tile is what one wgmma scores and one gather copies");
+inline constexpr int kFrontBarrier = 1, kBackBarrier = 2;  // 0 is __syncthreads'
+
+// Where an item's rows lie in global memory.
+struct ItemPlace {
+  const int* g_ids;
+  const char* g_keys;
+  float* g_sums;
+  int slots, id_end;  // slots and ids below these are visible
+  int tiles;
+  // Where sums do not fit in L2, the walk through the tiles begins where the leading CTA is in its own, and wraps
+  // round. With ascending ids, CTAs that run together then work on the same stretch of keys, whose sums stay in L2.
+  int keys_per_tile;  // about
+  int first_tile;
+  bool leads;  // one CTA of those that run together does
+
+  // The j-th tile of the walk.
+  __device__ __forceinline__ int tile(int j) const {
+    const int i = first_tile + j;
+    return i < tiles ? i : i - tiles;
+  }
+};
+
+template <Config kC>
+struct SharedStorage {
+  alignas(1024) Bf16 q[kBlockHeads * kC.d_qk];  // in the end dQ
+  alignas(1024) Bf16 dout[kBlockHeads * kC.d_v];
+  alignas(1024) Bf16 keys[kBlockK * kC.d_qk];
+  alignas(1024) Bf16 probs[kBlockHeads * kBlockK];
+  alignas(1024) Bf16 dscores[kBlockHeads * kBlockK];
+  int ids[2][2][kBlockK];  // of the keys of two tiles in turn, -1 for none; one copy for each gradient warpgroup
+  ItemPlace place;
+  uint32_t visible[2][4];  // of two tiles in turn, see publish_visible
+  uint64_t inputs_full, front_full, back_full, probs_written, probs_read;
+
+  static __device__ __forceinline__ Bf16* chunk(Bf16* first, int chunk) { return first + chunk * kChunkElements; }
+};
+
+// One query's heads of one group, at most 64 of them.
+struct Item {
+  int head_block, group, s, b;
+  int slots, id_end;  // slots and ids below these are visible
+  int tiles;
+
+  __device__ __forceinline__ Item(const Params& p, int index) {
+    head_block = index % head_blocks(p);
+    index /= head_blocks(p);
+    group = index % p.groups;
+    index /= p.groups;
+    s = index % p.seq_q;
+    b = index / p.seq_q;
+    slots = used_slots(
+        p.topk, p.topk_length ? p.topk_length + b * p.topk_length_stride_b + s * p.topk_length_stride_s : nullptr);
+    id_end = visible_end(p.seq_kv, p.causal, p.q_start, p.positions_per_key, s);
+    tiles = id_end > 0 ? (slots + kBlockK - 1) / kBlockK : 0;
+  }
+
+  static __device__ __forceinline__ int head_blocks(const Params& p) {
+    return (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads;
+  }
+  __device__ __forceinline__ ItemPlace place(const Params& p) const {
+    const int keys_per_tile = max(1, id_end / max(1, tiles));
+    int first_tile = 0;
+    bool leads = false;
+    if (p.sweep != nullptr) {
+      first_tile = *static_cast<volatile const int*>(p.sweep) / keys_per_tile;
+      leads = head_block == 0 && group == 0 && s % max(1, p.num_sms / (p.groups * head_blocks(p))) == 0;
+    }
+    return {p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g,
+            reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + b * p.kv_stride_b + group * p.kv_stride_g),
+            p.dkv_sum + (static_cast<int64_t>(b) * p.seq_kv * p.groups + group) * p.d_qk,
+            slots,
+            id_end,
+            tiles,
+            keys_per_tile,
+            first_tile < tiles ? first_tile : 0,
+            leads};
+  }
+  // Row of [batch, seq_q, heads] of this item's first head.
+  __device__ __forceinline__ int64_t first_row(const Params& p) const {
+    return (static_cast<int64_t>(b) * p.seq_q + s) * p.heads + first_head(p);
+  }
+  __device__ __forceinline__ int first_head(const Params& p) const {
+    return group * (p.heads / p.groups) + head_block * kBlockHeads;
+  }
+  __device__ __forceinline__ int heads_left(const Params& p) const {
+    return p.heads / p.groups - head_block * kBlockHeads;
+  }
+};
+
+}  // namespace dsa::sparse_mla_bwd
