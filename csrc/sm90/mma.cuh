@@ -62,4 +62,13 @@ using NarrowValueMma = decltype(cute::make_tiled_mma(
     cute::GMMA::ss_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kHeads>, cute::_16>,
                                cute::GMMA::Major::MN, cute::GMMA::Major::K>()));
 
+// The same object, at an address that the compiler does not know: what it derives from it, like the descriptors of
+// wgmma, it computes where it is needed, instead of once for all tiles and in registers that are not there.
+template <class T>
+__device__ __forceinline__ T& recomputed(T& object) {
+  T* address = &object;
+  asm volatile("" : "+l"(address));
+  return *address;
+}
+
 }  // namespace dsa::sm90

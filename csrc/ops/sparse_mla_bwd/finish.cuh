@@ -1,6 +1,7 @@
 // The last steps: dkv from its sums, and the gradient of the sinks.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "params.h"
@@ -9,26 +10,29 @@
 
 namespace dsa::sparse_mla_bwd {
 
-inline constexpr int kCastThreads = 256;
+inline constexpr int kCastThreads = 256, kCastColumns = 8;
 
-// One thread for each 16 columns of a row: rounds the sums and puts their columns in order.
+// One thread for each 8 columns of a key: rounds the sums and puts their columns in order.
+template <class Sum>
 __global__ void __launch_bounds__(kCastThreads) cast_kernel(const __grid_constant__ Params p, int64_t pieces) {
   const int64_t piece = static_cast<int64_t>(blockIdx.x) * kCastThreads + threadIdx.x;
   if (piece >= pieces) return;
-  float sums[sm90::kScatterColumns];
+  const int first = piece * kCastColumns % sm90::kScatterColumns;
+  const Sum* g_sums = static_cast<const Sum*>(p.dkv_sum) + piece * kCastColumns - first;
+  float sums[kCastColumns];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    reinterpret_cast<float4*>(sums)[i] =
-        __ldcs(reinterpret_cast<const float4*>(p.dkv_sum + piece * sm90::kScatterColumns) + i);
+  for (int i = 0; i < kCastColumns; ++i) {
+    const Sum sum = g_sums[sm90::scattered_place<Sum>(first + i)];
+    if constexpr (sizeof(Sum) == sizeof(float)) {
+      sums[i] = sum;
+    } else {
+      const double unit = 1. / sm90::fixed_point_scale(*p.addend_bound, p.addend_limit);
+      const bool lost = p.lost_keys[piece * kCastColumns / p.d_qk];
+      sums[i] = lost ? NAN : static_cast<float>(static_cast<double>(static_cast<long long>(sum)) * unit);
+    }
   }
-  uint32_t packed[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    packed[i] = sm90::pack_bf16(sums[sm90::scattered_place(2 * i)], sums[sm90::scattered_place(2 * i + 1)]);
-  }
-  uint4* g_dkv = static_cast<uint4*>(p.dkv) + piece * 2;
-  g_dkv[0] = {packed[0], packed[1], packed[2], packed[3]};
-  g_dkv[1] = {packed[4], packed[5], packed[6], packed[7]};
+  static_cast<uint4*>(p.dkv)[piece] = {sm90::pack_bf16(sums[0], sums[1]), sm90::pack_bf16(sums[2], sums[3]),
+                                       sm90::pack_bf16(sums[4], sums[5]), sm90::pack_bf16(sums[6], sums[7])};
 }
 
 inline constexpr int kSinkHeads = 32, kSinkRows = 32;  // of one block

@@ -7,7 +7,7 @@
 
 namespace dsa::sparse_mla_bwd {
 
-template <Config kC, bool kBack>
+template <Config kC, bool kBack, class Sum>
 __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& dq_map,
                                            int thread) {
   using namespace cute;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
 
   int (&ids)[2][kBlockK] = shared.ids[kBack];
   const auto next_id = [&](int j) {  // of slot `thread` of the j-th tile, -1 where it is not visible
-    const int slot = shared.place.tile(j) * kBlockK + thread % kBlockK;
+    const int slot = j * kBlockK + thread % kBlockK;
     const int id = slot < shared.place.slots ? __ldg(shared.place.g_ids + slot) : -1;
     return is_visible(id, shared.place.id_end) ? id : -1;
   };
@@ -66,9 +66,6 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   for (int j = 0; !last; ++j) {
     const uint32_t parity = j % 2;
     last = j + 1 == shared.place.tiles;
-    if (!kBack && thread == 0 && shared.place.leads) {
-      *static_cast<volatile int*>(p.sweep) = shared.place.tile(j) * shared.place.keys_per_tile;
-    }
     const int id_of_next = last ? -1 : next_id(j + 1);
     wait(&shared.probs_written, parity);
     const bool skip = !any_visible(shared.visible[parity]);
@@ -93,14 +90,22 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     sync_warpgroup<kBarrier>();
     if (!last) feed(j + 1);
     if (!skip) {
-      add_key_gradients<kC, kBack ? kBackRole : kFrontRole>(shared, p, ids[parity], thread);
+      add_key_gradients<kC, kBack ? kBackRole : kFrontRole, Sum>(shared, p, ids[parity], thread);
     } else {
       arrive(&shared.probs_read);
     }
   }
 
+  if (!kBack && thread == 0 && p.finished != nullptr) atomicAdd(p.finished, 1);
   // dQ leaves in place of Q, once all warpgroups have read it.
   if (!empty) wait(&shared.probs_read, (shared.place.tiles - 1) % 2);
+  if constexpr (sizeof(Sum) != sizeof(float)) {  // dS counted in units of the sums
+    const float unit = 1.f / shared.place.sum_scale;
+#pragma unroll
+    for (int i = 0; i < size(r_dq); ++i) r_dq(i) *= unit;
+#pragma unroll
+    for (int i = 0; i < size(r_dq_tail); ++i) r_dq_tail(i) *= unit;
+  }
   store_accumulators<kHalfChunks * kChunkColumns>(shared_address(chunk(shared.q, kFirst)), r_dq, thread);
   if constexpr (kTail)
     store_accumulators<kChunkColumns>(shared_address(chunk(shared.q, kTailChunk)), r_dq_tail, thread);

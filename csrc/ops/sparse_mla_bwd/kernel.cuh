@@ -26,7 +26,7 @@
 
 namespace dsa::sparse_mla_bwd {
 
-template <int kConfig>
+template <int kConfig, class Sum>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_mla_bwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap dout_map, const __grid_constant__ CUtensorMap dq_map) {
@@ -62,13 +62,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kStart = kMaxRegisters / 3;
   if (warpgroup == 0) {
     set_registers<kC.registers[kFrontRole], kStart>();
-    accumulate<kC, false>(shared, p, dq_map, thread);
+    accumulate<kC, false, Sum>(shared, p, dq_map, thread);
   } else if (warpgroup == 1) {
     set_registers<kC.registers[kBackRole], kStart>();
-    accumulate<kC, true>(shared, p, dq_map, thread);
+    accumulate<kC, true, Sum>(shared, p, dq_map, thread);
   } else {
     set_registers<kC.registers[kScoreRole], kStart>();
-    score<kC>(shared, p, item, thread);
+    score<kC, Sum>(shared, p, item, thread);
   }
 }
 

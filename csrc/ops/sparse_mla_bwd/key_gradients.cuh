@@ -7,24 +7,26 @@
 namespace dsa::sparse_mla_bwd {
 
 // dkv += P^T dO + dS^T Q for one tile and the columns of one role; `ids` are those of the tile's keys, -1 for none.
-// Arrives at probs_read as soon as P and dS are read.
-template <Config kC, int kRole>
+// Arrives at probs_read as soon as P and dS are read. Sums are fp32, or fixed-point where they must not depend on the
+// order of additions.
+template <Config kC, int kRole, class Sum>
 __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, const Params& p, const int (&ids)[kBlockK],
                                                   int thread) {
   using namespace cute;
   constexpr KeyColumns kShare = kC.key_columns[kRole];
   const int lane = thread % kWarpThreads;
 
+  SharedStorage<kC>& here = shared;
+
   TransposedMma<kShare.step> mma;
-  Tensor s_p = make_tensor(make_smem_ptr(shared.probs), ColumnsByRows<kBlockK>{});
-  Tensor s_ds = make_tensor(make_smem_ptr(shared.dscores), ColumnsByRows<kBlockK>{});
+  Tensor s_p = make_tensor(make_smem_ptr(here.probs), ColumnsByRows<kBlockK>{});
+  Tensor s_ds = make_tensor(make_smem_ptr(here.dscores), ColumnsByRows<kBlockK>{});
   Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
   Tensor r_ds = mma.get_slice(thread).partition_fragment_A(s_ds);
   Tensor r_dkv = partition_fragment_C(mma, Shape<_64, Int<kShare.step>>{});
 
-  const int* pair = ids + thread / kWarpThreads * 16 + lane / 8 * 2;
-  const uint32_t stride = p.groups * kC.d_qk;
-  const RowPair rows[2] = {{shared.place.g_sums, stride, pair, lane}, {shared.place.g_sums, stride, pair + 8, lane}};
+  const RowPairs rows(ids + thread / kWarpThreads * 16, lane);
+  Sum* g_sums = static_cast<Sum*>(p.dkv_sum) + shared.place.first_sum;
 #pragma unroll
   for (int column = kShare.begin; column < kShare.end; column += kShare.step) {
     const auto columns_of = [&](Bf16* first) {  // [kShare.step, 64 heads] of a row of chunks
@@ -33,7 +35,7 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
       Tensor r_chunk = TransposedMma<kChunkColumns>{}.get_slice(thread).partition_fragment_B(s_chunk);
       return make_tensor(r_chunk.data() + column % kChunkColumns * sizeof(Bf16) / 16, r_chunk.layout());
     };
-    Tensor r_q = columns_of(shared.q);
+    Tensor r_q = columns_of(here.q);
     warpgroup_fence_operand(r_dkv);
     warpgroup_arrive();
     mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -43,7 +45,7 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
       mma.accumulate_ = GMMA::ScaleOut::One;
     }
     if (column < kC.d_v) {
-      Tensor r_do = columns_of(shared.dout);
+      Tensor r_do = columns_of(here.dout);
 #pragma unroll
       for (int k = 0; k < size<2>(r_p); ++k) gemm(mma, r_p(_, _, k), r_do(_, _, k), r_dkv);
     }
@@ -51,9 +53,7 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
     warpgroup_wait<0>();
     warpgroup_fence_operand(r_dkv);
     if (column + kShare.step >= kShare.end) arrive(&shared.probs_read);
-    swap_between_quads(r_dkv, lane);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) rows[r].add(column, r_dkv, 2 * r);
+    rows.add(g_sums + column, p.groups * kC.d_qk, r_dkv, lane);
   }
 }
 

@@ -1,4 +1,5 @@
 // Chooses the configuration and launches: the main kernel, then what finishes its sums.
+#include "bound.cuh"
 #include "finish.cuh"
 #include "kernel.cuh"
 #include "params.h"
@@ -8,7 +9,7 @@
 namespace dsa::sparse_mla_bwd {
 namespace {
 
-template <int kConfig>
+template <int kConfig, class Sum>
 const char* launch_main(const Params& p, cudaStream_t stream) {
   const int group_heads = p.heads / p.groups;
   const auto contiguous = [&](void* data, int columns) {
@@ -28,31 +29,52 @@ const char* launch_main(const Params& p, cudaStream_t stream) {
   static_assert(kBytes <= kMaxSharedBytes);
   const int head_blocks = (group_heads + kBlockHeads - 1) / kBlockHeads;
   const unsigned grid = unsigned(p.batch) * p.seq_q * p.groups * head_blocks;
-  return launch_kernel<sparse_mla_bwd_kernel<kConfig>>(p.device, grid, kThreads, kBytes, stream, p, q_map, dout_map,
-                                                       dq_map);
+  return launch_kernel<sparse_mla_bwd_kernel<kConfig, Sum>>(p.device, grid, kThreads, kBytes, stream, p, q_map,
+                                                            dout_map, dq_map);
+}
+
+const char* clear(void* data, int64_t bytes, cudaStream_t stream) {
+  if (data == nullptr || bytes == 0) return nullptr;
+  const cudaError_t error = cudaMemsetAsync(data, 0, bytes, stream);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+unsigned blocks_of(int64_t items, int per_block) { return unsigned((items + per_block - 1) / per_block); }
+
+template <class Sum>
+const char* launch_all(const Params& p, cudaStream_t stream) {
+  const int64_t keys = int64_t(p.batch) * p.seq_kv * p.groups, sums = keys * p.d_qk;
+  const int64_t queries = int64_t(p.batch) * p.seq_q;
+  const char* error = clear(p.dkv_sum, sums * sizeof(Sum), stream);
+  if (error == nullptr) error = clear(p.finished, sizeof(int), stream);
+  if (error == nullptr) error = clear(p.addend_bound, sizeof(float), stream);
+  if (error == nullptr) error = clear(p.lost_keys, keys, stream);
+  if (error == nullptr && p.deterministic && keys > 0 && queries > 0) {
+    error = launch_kernel<key_sizes_kernel>(p.device, blocks_of(keys, kBoundWarps), kBoundThreads, 0, stream, p, keys);
+    if (error == nullptr) {
+      error = launch_kernel<bound_kernel>(p.device, unsigned(queries * p.groups), kBoundThreads, 0, stream, p);
+    }
+  }
+  if (error == nullptr && queries > 0) {
+    error = p.d_qk == 576 ? launch_main<0, Sum>(p, stream) : launch_main<1, Sum>(p, stream);
+  }
+  if (error == nullptr && p.attn_sink != nullptr) {
+    error =
+        launch_kernel<sink_kernel>(p.device, blocks_of(p.heads, kSinkHeads), dim3(kSinkHeads, kSinkRows), 0, stream, p);
+  }
+  if (error == nullptr && sums > 0) {
+    const int64_t pieces = sums / kCastColumns;
+    error =
+        launch_kernel<cast_kernel<Sum>>(p.device, blocks_of(pieces, kCastThreads), kCastThreads, 0, stream, p, pieces);
+  }
+  return error;
 }
 
 }  // namespace
 
-const char* launch(const Params& p, void* stream_) {
-  const auto stream = static_cast<cudaStream_t>(stream_);
-  const int64_t sums = int64_t(p.batch) * p.seq_kv * p.groups * p.d_qk;
-  cudaError_t cleared = cudaMemsetAsync(p.dkv_sum, 0, sums * sizeof(float), stream);
-  if (cleared == cudaSuccess && p.sweep != nullptr) cleared = cudaMemsetAsync(p.sweep, 0, sizeof(int), stream);
-  if (cleared != cudaSuccess) return cudaGetErrorString(cleared);
-
-  const char* error = nullptr;
-  if (p.batch > 0 && p.seq_q > 0) error = p.d_qk == 576 ? launch_main<0>(p, stream) : launch_main<1>(p, stream);
-  if (error == nullptr && p.attn_sink != nullptr) {
-    const unsigned blocks = (p.heads + kSinkHeads - 1) / kSinkHeads;
-    error = launch_kernel<sink_kernel>(p.device, blocks, dim3(kSinkHeads, kSinkRows), 0, stream, p);
-  }
-  if (error == nullptr && sums > 0) {
-    const int64_t pieces = sums / kScatterColumns;
-    const unsigned blocks = unsigned((pieces + kCastThreads - 1) / kCastThreads);
-    error = launch_kernel<cast_kernel>(p.device, blocks, kCastThreads, 0, stream, p, pieces);
-  }
-  return error;
+const char* launch(const Params& p, void* stream) {
+  const auto s = static_cast<cudaStream_t>(stream);
+  return p.deterministic ? launch_all<FixedPoint>(p, s) : launch_all<float>(p, s);
 }
 
 }  // namespace dsa::sparse_mla_bwd

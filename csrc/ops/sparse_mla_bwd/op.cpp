@@ -1,9 +1,12 @@
 // dsa::sparse_mla_bwd on CUDA: argument checks, allocation, launch. docs/sparse_mla_bwd.md has the maths.
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <tuple>
 
 #include "ops/sparse_mla/inputs.h"
+#include "ops/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla_bwd/params.h"
 #include "torch/abi.h"
 
@@ -50,11 +53,21 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   Tensor dkv = empty({batch, seq_kv, groups, d_qk}, ScalarType::BFloat16, device_index);
   Tensor d_sink = empty({attn_sink ? heads : 0}, ScalarType::Float, device_index);
   Tensor sink_terms = empty({attn_sink ? batch * seq_q * heads : 0}, ScalarType::Float, device_index);
-  Tensor dkv_sum = empty({batch, seq_kv, groups, d_qk}, ScalarType::Float, device_index);
-  // Queries walk through their keys in step where the sums do not fit in L2, at the price of dq's last bits, which then
-  // depend on the timing.
-  const bool in_step = !deterministic && dkv.numel() * int64_t{sizeof(float)} > kSumsInL2;
-  Tensor sweep = empty({1}, ScalarType::Int, device_index);
+  // dkv is summed in fp32, or in 64-bit fixed point, whose sums do not depend on the order of the additions.
+  Tensor dkv_sum =
+      empty({batch, seq_kv, groups, d_qk}, deterministic ? ScalarType::Long : ScalarType::Float, device_index);
+  std::optional<Tensor> addend_bound, key_sizes, lost_keys;
+  if (deterministic) {
+    addend_bound = empty({1}, ScalarType::Float, device_index);
+    key_sizes = empty({batch, seq_kv, groups}, ScalarType::Float, device_index);
+    lost_keys = empty({batch, seq_kv, groups}, ScalarType::Byte, device_index);
+  }
+  // Each head block of each query adds at most once to a key's sum, but for ids listed twice, whose P share a total
+  // of 1.
+  const int64_t addends = std::max<int64_t>(1, seq_q * ((heads / groups + kBlockHeads - 1) / kBlockHeads));
+  const float addend_limit = std::ldexp(1.f, 62 - static_cast<int>(std::ceil(std::log2(static_cast<double>(addends)))));
+  const bool in_step = dkv_sum.numel() * static_cast<int64_t>(dkv_sum.element_size()) > kSumsInL2;
+  Tensor finished = empty({1}, ScalarType::Int, device_index);
 
   const Params params{
       .dout = dout.data_ptr(),
@@ -70,8 +83,12 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
       .dkv = dkv.data_ptr(),
       .d_sink = static_cast<float*>(d_sink.data_ptr()),
       .sink_terms = static_cast<float*>(sink_terms.data_ptr()),
-      .sweep = in_step ? static_cast<int*>(sweep.data_ptr()) : nullptr,
-      .dkv_sum = static_cast<float*>(dkv_sum.data_ptr()),
+      .finished = in_step ? static_cast<int*>(finished.data_ptr()) : nullptr,
+      .dkv_sum = dkv_sum.data_ptr(),
+      .addend_bound = deterministic ? static_cast<float*>(addend_bound->data_ptr()) : nullptr,
+      .key_sizes = deterministic ? static_cast<float*>(key_sizes->data_ptr()) : nullptr,
+      .lost_keys = deterministic ? static_cast<unsigned char*>(lost_keys->data_ptr()) : nullptr,
+      .addend_limit = addend_limit,
       .q_stride_b = row_stride(q, 0),
       .q_stride_s = row_stride(q, 1),
       .q_stride_h = row_stride(q, 2),

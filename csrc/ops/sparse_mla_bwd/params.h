@@ -19,8 +19,14 @@ struct Params {
   void* dkv;               // bf16 [batch, seq_kv, groups, d_qk], contiguous
   float* d_sink;           // [heads] with a sink, else null
   float* sink_terms;       // like lse with a sink, else null: what each row adds to d_sink
-  int* sweep;              // [1]: about which key the leading CTA is at, or null
-  float* dkv_sum;          // like dkv: where the kernel adds, in the column order of sm90/scatter.cuh
+  int* finished;           // [1]: number of CTAs that have, where waves of them keep in step, else null
+  void* dkv_sum;           // fp32, or deterministic int64, like dkv: where the kernel adds; see sm90/scatter.cuh
+
+  // Deterministic sums only, else null.
+  float* addend_bound;       // [1]: above what one CTA adds to one sum
+  float* key_sizes;          // [batch, seq_kv, groups]: largest magnitude of the values
+  unsigned char* lost_keys;  // like key_sizes: not 0 where something infinite, NaN or too large was to be added
+  float addend_limit;        // below it, all CTAs' addends together do not overflow
 
   // Strides in elements; the last dimension of every tensor has stride 1.
   int64_t q_stride_b, q_stride_s, q_stride_h;

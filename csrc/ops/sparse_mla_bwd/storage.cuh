@@ -8,6 +8,7 @@
 #include "sm90/gather.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/mma.cuh"
+#include "sm90/scatter.cuh"
 #include "sm90/warpgroup.cuh"
 
 namespace dsa::sparse_mla_bwd {
@@ -17,26 +18,18 @@ using namespace dsa::sm90;
 // The front warpgroup gathers and accumulates chunks 0..3 of 64 columns and the tail, chunk 8; the back one 4..7.
 inline constexpr int kHalfChunks = 4, kValueChunks = 8, kTailChunk = 8;
 static_assert(kTileRows == kBlockK && kGatherRows == kBlockK, "a tile is what one wgmma scores and one gather copies");
-inline constexpr int kFrontBarrier = 1, kBackBarrier = 2;  // 0 is __syncthreads'
+inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads'
 
 // Where an item's rows lie in global memory.
 struct ItemPlace {
   const int* g_ids;
   const char* g_keys;
-  float* g_sums;
+  int64_t first_sum;  // of key 0, among all sums
   int slots, id_end;  // slots and ids below these are visible
   int tiles;
-  // Where sums do not fit in L2, the walk through the tiles begins where the leading CTA is in its own, and wraps
-  // round. With ascending ids, CTAs that run together then work on the same stretch of keys, whose sums stay in L2.
-  int keys_per_tile;  // about
-  int first_tile;
-  bool leads;  // one CTA of those that run together does
-
-  // The j-th tile of the walk.
-  __device__ __forceinline__ int tile(int j) const {
-    const int i = first_tile + j;
-    return i < tiles ? i : i - tiles;
-  }
+  // Of fixed-point sums: their units in 1, and key 0's mark.
+  float sum_scale;
+  unsigned char* lost_keys;
 };
 
 template <Config kC>
@@ -61,8 +54,9 @@ struct Item {
   int tiles;
 
   __device__ __forceinline__ Item(const Params& p, int index) {
-    head_block = index % head_blocks(p);
-    index /= head_blocks(p);
+    const int head_blocks = (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads;
+    head_block = index % head_blocks;
+    index /= head_blocks;
     group = index % p.groups;
     index /= p.groups;
     s = index % p.seq_q;
@@ -73,26 +67,16 @@ struct Item {
     tiles = id_end > 0 ? (slots + kBlockK - 1) / kBlockK : 0;
   }
 
-  static __device__ __forceinline__ int head_blocks(const Params& p) {
-    return (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads;
-  }
   __device__ __forceinline__ ItemPlace place(const Params& p) const {
-    const int keys_per_tile = max(1, id_end / max(1, tiles));
-    int first_tile = 0;
-    bool leads = false;
-    if (p.sweep != nullptr) {
-      first_tile = *static_cast<volatile const int*>(p.sweep) / keys_per_tile;
-      leads = head_block == 0 && group == 0 && s % max(1, p.num_sms / (p.groups * head_blocks(p))) == 0;
-    }
+    const int64_t first_key = static_cast<int64_t>(b) * p.seq_kv * p.groups + group;
     return {p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g,
             reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + b * p.kv_stride_b + group * p.kv_stride_g),
-            p.dkv_sum + (static_cast<int64_t>(b) * p.seq_kv * p.groups + group) * p.d_qk,
+            first_key * p.d_qk,
             slots,
             id_end,
             tiles,
-            keys_per_tile,
-            first_tile < tiles ? first_tile : 0,
-            leads};
+            p.deterministic ? fixed_point_scale(*p.addend_bound, p.addend_limit) : 1.f,
+            p.lost_keys + first_key};
   }
   // Row of [batch, seq_q, heads] of this item's first head.
   __device__ __forceinline__ int64_t first_row(const Params& p) const {
