@@ -32,6 +32,7 @@ test: lint
 
 bench: build
 	$(PY) bench/bench_sparse_mla_fwd.py
+	$(PY) bench/bench_sparse_mla_bwd.py
 
 tables: build
 	$(PY) bench/tables.py

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import PEERS, RESULTS, grouped_bars, measure_ms, peer_figure, write_results
+from common import PEERS, RESULTS, causal_indices, grouped_bars, measure_ms, peer_figure, write_results
 from torch import Tensor
 
 import dsa_ext
@@ -86,18 +86,6 @@ def specs() -> Iterator[Spec]:
     for baseline in (gather_and_sdpa, pytorch_reference):
         name = f"{baseline.__name__}_h128_skv8192"
         yield Spec("Plain PyTorch", name, 128, compare_to="h128_skv8192", baseline=baseline)
-
-
-def causal_indices(seq: int, topk: int, generator: torch.Generator) -> Tensor:
-    """For each query up to `topk` random keys of those at or before it, ascending, then padding."""
-    rows = []
-    for begin in range(0, seq, 1024):
-        position = torch.arange(begin, min(begin + 1024, seq), device="cuda")[:, None]
-        keys = torch.rand(len(position), seq, generator=generator, device="cuda")
-        ids = keys.masked_fill(torch.arange(seq, device="cuda") > position, -1).topk(topk).indices
-        rows.append(ids.masked_fill(ids > position, seq).sort().values)
-    indices = torch.cat(rows)
-    return indices.masked_fill(indices == seq, -1).int()[None, :, None]
 
 
 def inputs_of(spec: Spec) -> Inputs:

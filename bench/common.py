@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsa_ext.testing.timing import time_ms
 
@@ -64,6 +65,18 @@ def write_results(op: str, cases: Sequence[dict[str, Any]], folder: Path) -> Pat
     path = folder / f"{op}.json"
     path.write_text("\n".join(["{", *lines, ' "cases": [', rows, " ]", "}"]) + "\n")
     return path
+
+
+def causal_indices(seq: int, topk: int, generator: torch.Generator) -> Tensor:
+    """For each query up to `topk` random keys of those at or before it, ascending, then padding."""
+    rows = []
+    for begin in range(0, seq, 1024):
+        position = torch.arange(begin, min(begin + 1024, seq), device="cuda")[:, None]
+        keys = torch.rand(len(position), seq, generator=generator, device="cuda")
+        ids = keys.masked_fill(torch.arange(seq, device="cuda") > position, -1).topk(topk).indices
+        rows.append(ids.masked_fill(ids > position, seq).sort().values)
+    indices = torch.cat(rows)
+    return indices.masked_fill(indices == seq, -1).int()[None, :, None]
 
 
 def grouped_bars(axis: Any, labels: Sequence[str], series: dict[str, Sequence[float]]) -> None:

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "ops/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla_fwd/config.h"
 #include "ops/sparse_mla_fwd/plan.h"
 
@@ -19,4 +20,12 @@ PYBIND11_MODULE(host_functions, m) {
     configs.push_back(py::make_tuple(config.d_qk, config.d_v, config.heads));
   }
   fwd.attr("configs") = configs;  // (d_qk, d_v, heads)
+
+  py::module_ bwd = m.def_submodule("sparse_mla_bwd");
+  bwd.attr("threads") = dsa::sparse_mla_bwd::kThreads;
+  std::vector<py::tuple> bwd_configs;
+  for (const dsa::sparse_mla_bwd::Config& config : dsa::sparse_mla_bwd::kConfigs) {
+    bwd_configs.push_back(py::make_tuple(config.d_qk, config.d_v));
+  }
+  bwd.attr("configs") = bwd_configs;  // (d_qk, d_v)
 }

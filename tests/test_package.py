@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 import dsa_ext
 from dsa_ext import _native
 
-KERNEL, COMBINE_KERNEL = "sparse_mla_fwd_kernel", "combine_kernel"
-#: What every KERNEL claims to be made of: tensor cores, TMA in and out, cp.async, mbarriers, moved registers.
+#: What every main kernel claims to be made of: tensor cores, TMA in and out, cp.async, mbarriers, moved registers.
 INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
 REGISTERS_PER_SM = 65536
 
@@ -47,7 +46,7 @@ def tool(name: str) -> str:
 def test_operators_are_registered() -> None:
     for op in ("sparse_mla_fwd", "sparse_mla_bwd"):
         overload = getattr(torch.ops.dsa, op).default
-        for key in ("CPU", "CUDA", "Meta"):
+        for key in ("CPU", "CUDA", "Meta", "Autograd"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key), (op, key)
 
 
@@ -133,9 +132,22 @@ def test_bad_build_mode() -> None:
     assert "DSA_EXT_CUDA must be auto, 1 or 0, got 'yes'" in done.stderr
 
 
-def test_compiler_report(host_functions: ModuleType) -> None:
+#: Of each operator: the main kernel's name, its instances for one config, and the other kernels' names.
+KERNELS = {
+    "sparse_mla_fwd": ("sparse_mla_fwd_kernel", 1, ["combine_kernel"]),
+    # For sums in fp32 and in fixed point.
+    "sparse_mla_bwd": (
+        "sparse_mla_bwd_kernel",
+        2,
+        ["bound_kernel", "cast_kernel", "cast_kernel", "key_sizes_kernel", "sink_kernel"],
+    ),
+}
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_compiler_report(op: str, host_functions: ModuleType) -> None:
     """ptxas: nothing spilled, no tensor-core instruction serialised, registers for a whole CTA of each kernel."""
-    report = ROOT / "build/obj/csrc/ops/sparse_mla_fwd/launch.o.ptxas"
+    report = ROOT / f"build/obj/csrc/ops/{op}/launch.o.ptxas"
     if not report.is_file():
         pytest.skip("the kernels were not compiled in this checkout")
     text = report.read_text()
@@ -148,14 +160,18 @@ def test_compiler_report(host_functions: ModuleType) -> None:
     )
     # The pattern must not skip a kernel whose report looks different.
     assert len(kernels) == text.count("Compiling entry function")
+    main, instances, others = KERNELS[op]
+    of_op = getattr(host_functions, op)
     names = [name for name, *_ in kernels]
-    assert sum(KERNEL in name for name in names) == len(host_functions.sparse_mla_fwd.configs)
-    assert sum(COMBINE_KERNEL in name for name in names) == 1
+    assert sum(main in name for name in names) == instances * len(of_op.configs)
+    assert len(names) == instances * len(of_op.configs) + len(others)
+    for other in others:
+        assert sum(other in name for name in names) == others.count(other)
     for name, *numbers in kernels:
         _, stores, loads, registers = map(int, numbers)
         assert (stores, loads) == (0, 0), name
-        if KERNEL in name:
-            assert registers * host_functions.sparse_mla_fwd.threads <= REGISTERS_PER_SM, name
+        if main in name:
+            assert registers * of_op.threads <= REGISTERS_PER_SM, name
 
 
 @needs_library
@@ -164,11 +180,12 @@ def test_kernels_contain_the_instructions_they_claim(host_functions: ModuleType)
     path = os.pathsep.join([*folders, os.environ["PATH"]])
     disassembly = run(tool("cuobjdump"), "-sass", _native.library or "", PATH=path)
     functions = disassembly.split("Function : ")[1:]
-    kernels = [function for function in functions if KERNEL in function.split("\n", 1)[0]]
-    assert len(kernels) == len(host_functions.sparse_mla_fwd.configs)
-    for kernel in kernels:
-        for instruction in INSTRUCTIONS:
-            assert re.search(rf"\b{instruction}\b", kernel), (kernel.split("\n", 1)[0], instruction)
+    for op, (main, instances, _) in KERNELS.items():
+        kernels = [function for function in functions if main in function.split("\n", 1)[0]]
+        assert len(kernels) == instances * len(getattr(host_functions, op).configs)
+        for kernel in kernels:
+            for instruction in INSTRUCTIONS + (("REDG",) if op == "sparse_mla_bwd" else ()):
+                assert re.search(rf"\b{instruction}\b", kernel), (kernel.split("\n", 1)[0], instruction)
 
 
 def test_a_config_for_every_shape(host_functions: ModuleType) -> None:

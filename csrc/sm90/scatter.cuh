@@ -19,8 +19,13 @@ inline constexpr int kScatterColumns = 32;
 // The place, among its 32 columns, of the sum of column `column` (0..31).
 template <class Sum>
 __device__ __forceinline__ constexpr int scattered_place(int column) {
-  const int lane = column / 16 * 4 + column % 8 / 2, value = column % 16 / 8 * 2 + column % 2;
-  return sizeof(Sum) == sizeof(float) ? lane * 4 + value : value * 8 + lane;
+  const int quad = column / 16, half = column % 16 / 8, t = column % 8 / 2, odd = column % 2;
+  return sizeof(Sum) == sizeof(float) ? quad * 16 + t * 4 + half * 2 + odd : odd * 16 + half * 8 + quad * 4 + t;
+}
+
+// cp.async.bulk.prefetch.L2: `bytes` is a multiple of 16
+__device__ __forceinline__ void prefetch_to_l2(const void* g_data, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(g_data), "r"(bytes) : "memory");
 }
 
 // red.global.add.v4.f32, where `wanted`
@@ -52,42 +57,49 @@ __device__ __forceinline__ float fixed_point_scale(float bound, float limit) {
   return bound > 0.f ? exp2f(fminf(fmaxf(floorf(log2f(limit) - log2f(bound)), -100.f), 100.f)) : 1.f;
 }
 
-// The rows of one warp's accumulators that two neighbouring quads of lanes hold between them.
-struct RowPairs {
-  int ids[2][2];  // of rows 0..7 and 8..15, -1 for none
-
-  __device__ __forceinline__ RowPairs(const int* warp_ids, int lane) {
+// Lanes whose numbers differ in kLanes swap: of the accumulators whose indices differ in kBit, the first stay with the
+// lower lane and come to it, the second with the higher one.
+template <int kBit, int kLanes, class Accumulator>
+__device__ __forceinline__ void swap_halves(Accumulator& r_sum, int lane) {
+  const bool higher = lane & kLanes;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ids[i / 2][i % 2] = warp_ids[lane / 8 * 2 + i % 2 + i / 2 * 8];
+  for (int i = 0; i < r_sum.size(); ++i) {
+    if (i & kBit) continue;
+    const float swapped = __shfl_xor_sync(~0u, higher ? r_sum(i) : r_sum(i + kBit), kLanes);
+    r_sum(i) = higher ? swapped : r_sum(i);
+    r_sum(i + kBit) = higher ? r_sum(i + kBit) : swapped;
   }
+}
+
+// The rows of one warp's accumulators that its neighbouring quads of lanes hold between them: two, or four with
+// fixed-point sums.
+template <class Sum>
+struct SumRows {
+  static constexpr bool kFixedPoint = sizeof(Sum) != sizeof(float);
+  static constexpr int kRows = kFixedPoint ? 4 : 2, kLanes = 4 * kRows;
+  const int* warp_ids;  // -1 for none
 
   // Adds 16 rows to the columns from g_first on; row `id` begins id * stride further.
-  template <class Sum, class Accumulator>
+  template <class Accumulator>
   __device__ __forceinline__ void add(Sum* g_first, uint32_t stride, Accumulator& r_sum, int lane) const {
-    const bool odd = lane & 4;
-#pragma unroll
-    for (int i = 0; i < r_sum.size(); ++i) {  // even quads keep their first 16 columns, odd ones their second
-      if (i & 8) continue;
-      const float swapped = __shfl_xor_sync(~0u, odd ? r_sum(i) : r_sum(i + 8), 4);
-      r_sum(i) = odd ? swapped : r_sum(i);
-      r_sum(i + 8) = odd ? r_sum(i + 8) : swapped;
-    }
-    constexpr bool kFixedPoint = sizeof(Sum) != sizeof(float);
-    g_first += lane % 8 * (kFixedPoint ? 1 : 4);
+    swap_halves<8, 4>(r_sum, lane);
+    if constexpr (kFixedPoint) swap_halves<4, 8>(r_sum, lane);
+    g_first += lane % kLanes * (kFixedPoint ? 1 : 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int i = 2 * r; i < r_sum.size(); i += 8) {
-        const int id = ids[r][i / 8 % 2];
-        Sum* g_sum = g_first + static_cast<int64_t>(id) * stride + i / 16 * kScatterColumns;
-        const float values[4] = {r_sum(i), r_sum(i + 1), r_sum(i + 4), r_sum(i + 5)};
-        if constexpr (kFixedPoint) {
+      for (int row = 0; row < kRows; ++row) {
+        const int id = warp_ids[lane / kLanes * kRows + row + 8 * r];
+        Sum* g_row = g_first + static_cast<int64_t>(id) * stride;
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            add_to_global(g_sum + 8 * k, id >= 0, static_cast<FixedPoint>(__float2ll_rn(values[k])));
+        for (int i = 2 * r + row % 2 * 8 + row / 2 * 4; i < r_sum.size(); i += 16) {
+          Sum* g_sum = g_row + i / 16 * kScatterColumns;
+          if constexpr (kFixedPoint) {
+            add_to_global(g_sum, id >= 0, static_cast<FixedPoint>(__float2ll_rn(r_sum(i))));
+            add_to_global(g_sum + 16, id >= 0, static_cast<FixedPoint>(__float2ll_rn(r_sum(i + 1))));
+          } else {
+            add_to_global(g_sum, id >= 0, r_sum(i), r_sum(i + 1), r_sum(i + 4), r_sum(i + 5));
           }
-        } else {
-          add_to_global(g_sum, id >= 0, values[0], values[1], values[2], values[3]);
         }
       }
     }

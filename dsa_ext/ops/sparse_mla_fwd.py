@@ -100,7 +100,6 @@ class _Autograd(torch.autograd.Function):
             topk_length,
             attn_sink,
             dlse,
-            torch.are_deterministic_algorithms_enabled(),
         )
         return None, dq, dkv, *(None,) * 7, None if attn_sink is None else d_sink
 

@@ -65,6 +65,60 @@ def forward_errors(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, indices: Ten
     )
 
 
+#: Of the gradients: see similarity_error. dP - delta cancels, and dS is rounded to bf16.
+GRADIENT_SIMILARITY = 1e-5
+
+
+@dataclass
+class BackwardErrors:
+    """Errors of one call of sparse_mla_bwd against the reference in float64, as similarity_error."""
+
+    dq: float
+    dkv: float
+    d_sink: float
+    finite: bool
+
+    def check(self) -> None:
+        if not (self.finite and max(self.dq, self.dkv, self.d_sink) <= GRADIENT_SIMILARITY):
+            raise AssertionError(f"beyond the tolerances of sparse_mla_bwd: {self}")
+
+
+def backward_errors(
+    grads: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    dlse: Tensor | None,
+    **options: Any,
+) -> BackwardErrors:
+    """Compares dq, dkv and d_sink of a call with these arguments with the reference in float64.
+
+    The reference takes the same rounded `out`: where a row has few keys, dP - sum(dout * out) cancels down to the
+    rounding of `out`, and no backward can do better than what it is given. With one key it cancels to nothing: dq then
+    counts as right where it differs by no more than fp32 resolves of its terms.
+    """
+    scale = options.get("sm_scale")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    sink = options.get("attn_sink")
+    options["attn_sink"] = None if sink is None else sink.double()
+    options["dlse"] = None if dlse is None else dlse.double()
+    options.pop("d_v", None)
+    expected = reference.sparse_mla_bwd(
+        dout.double(), q.double(), kv.double(), out.double(), lse.double(), indices, **options
+    )
+    key, terms = _largest(kv.abs()), dout.shape[3] * _largest(dout.abs()) * _largest(kv.abs())
+    resolved = FP32_RESOLUTION * abs(scale) * terms * key
+    return BackwardErrors(
+        dq=0.0 if _largest((grads[0] - expected[0]).abs()) <= resolved else similarity_error(grads[0], expected[0]),
+        dkv=similarity_error(grads[1], expected[1]),
+        d_sink=similarity_error(grads[2], expected[2]),
+        finite=all(bool(grad.isfinite().all()) for grad in grads),
+    )
+
+
 def magnitudes(q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """What rounding errors are relative to, given the reference's lse.
 

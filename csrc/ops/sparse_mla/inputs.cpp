@@ -43,10 +43,10 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
   check_same_device(op, "indices", indices, "q", q);
   if (options.topk_length) check_same_device(op, "topk_length", *options.topk_length, "q", q);
   if (options.attn_sink) check_same_device(op, "attn_sink", *options.attn_sink, "q", q);
-  DSA_CHECK(q.is_cuda(), op, ": q must be on a CUDA device, got ", describe_device(q));
 }
 
 Device hopper_device(const char* op, const Tensor& q) {
+  DSA_CHECK(q.is_cuda(), op, ": q must be on a CUDA device, got ", describe_device(q));
   const Device device = device_info(q.get_device_index());
   DSA_CHECK(device.capability == 90, op, ": needs a Hopper GPU (sm_90), got sm_", device.capability, " on ",
             describe_device(q));

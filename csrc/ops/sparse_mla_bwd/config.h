@@ -21,7 +21,7 @@ struct Config {
 
 inline constexpr Config kConfigs[] = {
     {576, 512, {{0, 128, 32}, {128, 384, 64}, {384, 576, 64}}, {208, 192, 104}},
-    {512, 512, {{0, 192, 64}, {192, 384, 64}, {384, 512, 64}}, {192, 192, 120}},
+    {512, 512, {{0, 192, 64}, {192, 384, 64}, {384, 512, 64}}, {200, 192, 112}},
 };
 
 inline constexpr int kThreads = 384;  // two gradient warpgroups, one score warpgroup

@@ -87,6 +87,10 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
       if constexpr (kTail) warpgroup_fence_operand(r_dq_tail);
     }
     if (thread < kBlockK) ids[parity ^ 1][thread] = id_of_next;
+    if (!kBack && p.prefetch_sums && thread < kBlockK && id_of_next >= 0) {
+      const Sum* g_sums = static_cast<const Sum*>(p.dkv_sum) + shared.place.first_sum;
+      prefetch_to_l2(g_sums + int64_t{id_of_next} * (p.groups * kC.d_qk), kC.d_qk * sizeof(Sum));
+    }
     sync_warpgroup<kBarrier>();
     if (!last) feed(j + 1);
     if (!skip) {

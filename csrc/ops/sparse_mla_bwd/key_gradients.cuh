@@ -25,7 +25,7 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
   Tensor r_ds = mma.get_slice(thread).partition_fragment_A(s_ds);
   Tensor r_dkv = partition_fragment_C(mma, Shape<_64, Int<kShare.step>>{});
 
-  const RowPairs rows(ids + thread / kWarpThreads * 16, lane);
+  const SumRows<Sum> rows{ids + thread / kWarpThreads * 16};
   Sum* g_sums = static_cast<Sum*>(p.dkv_sum) + shared.place.first_sum;
 #pragma unroll
   for (int column = kShare.begin; column < kShare.end; column += kShare.step) {

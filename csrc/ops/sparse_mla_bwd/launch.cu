@@ -44,7 +44,7 @@ unsigned blocks_of(int64_t items, int per_block) { return unsigned((items + per_
 template <class Sum>
 const char* launch_all(const Params& p, cudaStream_t stream) {
   const int64_t keys = int64_t(p.batch) * p.seq_kv * p.groups, sums = keys * p.d_qk;
-  const int64_t queries = int64_t(p.batch) * p.seq_q;
+  const int64_t queries = p.heads > 0 ? int64_t(p.batch) * p.seq_q : 0;
   const char* error = clear(p.dkv_sum, sums * sizeof(Sum), stream);
   if (error == nullptr) error = clear(p.finished, sizeof(int), stream);
   if (error == nullptr) error = clear(p.addend_bound, sizeof(float), stream);

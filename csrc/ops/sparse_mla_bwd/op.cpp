@@ -15,7 +15,9 @@ namespace {
 
 using namespace dsa::sparse_mla;
 
-constexpr int64_t kSumsInL2 = 32 << 20;  // bytes
+// Bytes of sums above which CTAs keep in step, so that those in use stay in L2; and above which even so they often
+// come from memory.
+constexpr int64_t kKeepInStep = 32 << 20, kPrefetch = 192 << 20;
 constexpr char kOp[] = "dsa::sparse_mla_bwd";
 
 std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse,
@@ -66,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   // of 1.
   const int64_t addends = std::max<int64_t>(1, seq_q * ((heads / groups + kBlockHeads - 1) / kBlockHeads));
   const float addend_limit = std::ldexp(1.f, 62 - static_cast<int>(std::ceil(std::log2(static_cast<double>(addends)))));
-  const bool in_step = dkv_sum.numel() * static_cast<int64_t>(dkv_sum.element_size()) > kSumsInL2;
+  const int64_t sum_bytes = dkv_sum.numel() * static_cast<int64_t>(dkv_sum.element_size());
   Tensor finished = empty({1}, ScalarType::Int, device_index);
 
   const Params params{
@@ -83,7 +85,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
       .dkv = dkv.data_ptr(),
       .d_sink = static_cast<float*>(d_sink.data_ptr()),
       .sink_terms = static_cast<float*>(sink_terms.data_ptr()),
-      .finished = in_step ? static_cast<int*>(finished.data_ptr()) : nullptr,
+      .finished = sum_bytes > kKeepInStep ? static_cast<int*>(finished.data_ptr()) : nullptr,
       .dkv_sum = dkv_sum.data_ptr(),
       .addend_bound = deterministic ? static_cast<float*>(addend_bound->data_ptr()) : nullptr,
       .key_sizes = deterministic ? static_cast<float*>(key_sizes->data_ptr()) : nullptr,
@@ -112,6 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
       .device = device_index,
       .num_sms = device.num_sms,
       .deterministic = deterministic,
+      .prefetch_sums = sum_bytes > kPrefetch,
       .causal = causal,
       .q_start = q_start,
       .positions_per_key = kv_stride,

@@ -40,6 +40,7 @@ struct Params {
   int num_sms;  // of that device
 
   bool deterministic;
+  bool prefetch_sums;  // of the next tile, where few are in L2
   bool causal;
   int64_t q_start;            // position of the first query
   int64_t positions_per_key;  // the op's kv_stride

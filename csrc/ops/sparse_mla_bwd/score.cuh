@@ -144,9 +144,8 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
 #pragma unroll
         for (int i = 0; i < size(r_s); ++i) {
           const int id = shared.ids[0][parity][i / 4 * 8 + lane % 4 * 2 + i % 2];
-          const float prob = r_s(i) / rows[i / 2 % 2].share;
-          if (id >= 0 && !(prob <= kLargestProb && fabsf(r_dp(i)) <= FLT_MAX))
-            shared.place.lost_keys[int64_t{id} * p.groups] = 1;
+          const bool fits_here = r_s(i) <= kLargestProb * rows[i / 2 % 2].share && fabsf(r_dp(i)) <= FLT_MAX;
+          if (id >= 0 && !fits_here) shared.place.lost_keys[int64_t{id} * p.groups] = 1;
         }
       }
       wait(&shared.probs_read, parity ^ 1);

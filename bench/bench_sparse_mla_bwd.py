@@ -1,0 +1,158 @@
+"""Speed of sparse_mla_bwd (rows, sums of dkv and their rounding) beside its peers. Writes sparse_mla_bwd.json and .png.
+
+`--only NAME` measures the cases whose name contains NAME and writes nothing.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import PEERS, RESULTS, causal_indices, grouped_bars, measure_ms, write_results
+from torch import Tensor
+
+from dsa_ext import reference
+from dsa_ext.testing.inputs import make_inputs
+from dsa_ext.testing.progress import Progress
+from dsa_ext.testing.tolerances import GRADIENT_SIMILARITY, similarity_error
+
+OP = "sparse_mla_bwd"
+D_V = 512
+#: Where the peer's figure stands in its list: for ids in random order, and ascending.
+ORDERS = {"random": 0, "ascending": 2}
+FWD, BWD = torch.ops.dsa.sparse_mla_fwd, torch.ops.dsa.sparse_mla_bwd
+
+
+@dataclass(frozen=True)
+class Spec:
+    group: str
+    name: str
+    heads: int
+    s_kv: int = 8192
+    seq: int = 4096
+    d_qk: int = 576
+    topk: int = 2048
+    ids: str = "ascending"
+    prefill: bool = False
+    deterministic: bool = False
+    has_peer: bool = False
+    compare_to: str | None = None  # a case to divide this one's time by
+    is_reference: bool = False
+
+
+def specs() -> Iterator[Spec]:
+    sizes = [(heads, s_kv) for heads in (128, 64) for s_kv in (4096, 8192, 32768, 131072)]
+    for heads, s_kv in sizes:
+        yield Spec("Ids ascending, as a selector returns them", f"h{heads}_skv{s_kv}", heads, s_kv, has_peer=True)
+    for heads, s_kv in sizes:
+        yield Spec("Ids in random order", f"h{heads}_skv{s_kv}_random", heads, s_kv, ids="random", has_peer=True)
+    for heads, s_kv in sizes[1:4] + sizes[5:]:
+        name = f"h{heads}_skv{s_kv}"
+        yield Spec("Deterministic", f"{name}_deterministic", heads, s_kv, deterministic=True, compare_to=name)
+    for heads in (128, 64):
+        yield Spec("Other shapes", f"h{heads}_skv8192_d512", heads, d_qk=512)
+        yield Spec("Other shapes", f"h{heads}_prefill_s8192", heads, seq=8192, prefill=True)
+        yield Spec("Other shapes", f"h{heads}_skv32768_s512", heads, 32768, seq=512)
+    yield Spec("Other shapes", "h16_skv8192", 16, compare_to="h64_skv8192")
+    yield Spec("Plain PyTorch", "pytorch_reference_h64_skv8192", 64, compare_to="h64_skv8192", is_reference=True)
+
+
+def errors_of(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> dict[str, float]:
+    errors = {name: similarity_error(a, b) for name, a, b in zip(("dq", "dkv"), got, expected, strict=False)}
+    if not max(errors.values()) <= GRADIENT_SIMILARITY:
+        raise AssertionError(f"{OP} is wrong: {errors}")
+    return {"similarity": max(errors.values()), **errors}
+
+
+def measure(spec: Spec, times: dict[str, float]) -> dict[str, Any]:
+    inputs = make_inputs(1, spec.seq, spec.s_kv, spec.heads, 1, spec.topk, spec.d_qk, device="cuda", seed=1)
+    indices = inputs.indices
+    if spec.prefill:
+        indices = causal_indices(spec.seq, spec.topk, torch.Generator("cuda").manual_seed(1))
+    elif spec.ids == "ascending":
+        indices = indices.sort(-1).values.contiguous()
+    causal = {"causal": spec.prefill}
+    out, lse = FWD(inputs.q, inputs.kv, indices, **causal)
+    dout = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda").to(out.dtype)
+    tensors = (dout, inputs.q, inputs.kv, out, lse, indices)
+
+    def ours() -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = BWD(*tensors, **causal, deterministic=spec.deterministic)
+        return result
+
+    def in_pytorch() -> tuple[Tensor, ...]:
+        return reference.sparse_mla_bwd(*tensors, **causal)
+
+    errors = errors_of(ours(), in_pytorch())
+    ms = measure_ms(in_pytorch if spec.is_reference else ours)
+    visible = int((indices >= 0).sum())
+    tflops = 2 * spec.heads * visible * (3 * spec.d_qk + 2 * D_V) / ms / 1e9
+    peer_value = None
+    if spec.has_peer:
+        figures = PEERS[OP]["cudnn_frontend_back_to_back_tflops"][f"h{spec.heads}"][str(spec.s_kv)]
+        peer_value = float(figures[ORDERS[spec.ids]])
+    args = {"B": 1, "S": spec.seq, "S_kv": spec.s_kv, "H": spec.heads, "G": 1, "K": spec.topk, "d_qk": spec.d_qk}
+    case = {
+        "name": spec.name,
+        "group": spec.group,
+        "args": args | {"d_v": D_V, "causal": spec.prefill, "ids": spec.ids, "deterministic": spec.deterministic},
+        "ms": round(ms, 5),
+        "tflops": round(tflops, 2),
+        "peer": "cuDNN frontend" if spec.has_peer else None,
+        "peer_value": peer_value,
+        "ratio": round(tflops / peer_value, 4) if peer_value else None,
+        "err": errors,
+    }
+    if spec.compare_to in times:
+        case["time_vs"] = {spec.compare_to: round(ms / times[spec.compare_to], 3)}
+    return case
+
+
+def plot(cases: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    by_name = {case["name"]: case for case in cases}
+    figure, axes = plt.subplots(1, 2, figsize=(13, 4.2), constrained_layout=True)
+    sizes = (4096, 8192, 32768, 131072)
+    for axis, heads in zip(axes, (128, 64), strict=True):
+        shown = [by_name[f"h{heads}_skv{s_kv}"] for s_kv in sizes]
+        deterministic = [by_name.get(f"h{heads}_skv{s_kv}_deterministic") for s_kv in sizes]
+        series = {
+            "dsa_ext": [case["tflops"] for case in shown],
+            "cuDNN frontend": [case["peer_value"] for case in shown],
+            "dsa_ext, deterministic": [case["tflops"] if case else 0 for case in deterministic],
+        }
+        grouped_bars(axis, [f"S_kv = {s_kv // 1024}K" for s_kv in sizes], series)
+        axis.set_title(f"sparse_mla_bwd, H={heads}, S=4096, topk=2048, ids ascending")
+        axis.set_ylabel("TFLOP/s")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="measure the cases whose name contains this")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    args = parser.parse_args()
+    chosen = [spec for spec in specs() if not args.only or args.only in spec.name]
+    progress = Progress(total=len(chosen))
+    cases: list[dict[str, Any]] = []
+    for spec in chosen:
+        cases.append(measure(spec, {case["name"]: case["ms"] for case in cases}))
+        progress.step(f"{spec.group}: {spec.name}")
+    for case in cases:
+        ratio = f"{case['ratio']:8.3f} x {case['peer']}" if case["ratio"] else ""
+        versus = "".join(f"{value:8.3f} x time of {name}" for name, value in case.get("time_vs", {}).items())
+        print(f"{case['name']:<36}{case['ms']:>11.4f} ms{case['tflops']:>9.1f} TFLOP/s{ratio}{versus}")
+    if not args.only:
+        path = write_results(OP, cases, args.out)
+        plot(cases, path.with_suffix(".png"))
+        print(f"wrote {path} and {path.with_suffix('.png').name}")
+
+
+if __name__ == "__main__":
+    main()

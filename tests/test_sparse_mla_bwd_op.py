@@ -1,0 +1,147 @@
+"""torch.ops.dsa.sparse_mla_bwd as an operator: errors, fake tensors, the implied `deterministic`. All without a GPU."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dsa_ext
+from dsa_ext import _native
+from dsa_ext.testing.inputs import make_inputs
+
+OP = torch.ops.dsa.sparse_mla_bwd.default
+B, S, S_KV, H, G, K, D, DV = 1, 4, 16, 8, 1, 5, 576, 512
+TENSORS = ("dout", "q", "kv", "out", "lse", "indices")
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Valid arguments of small size, bf16, with every tensor given."""
+    inputs = make_inputs(B, S, S_KV, H, G, K, D)
+    out, lse = torch.ops.dsa.sparse_mla_fwd(inputs.q, inputs.kv, inputs.indices)
+    return {
+        "dout": torch.ones_like(out),
+        "q": inputs.q,
+        "kv": inputs.kv,
+        "out": out,
+        "lse": lse,
+        "indices": inputs.indices,
+        "topk_length": torch.full((B, S), K, dtype=torch.int32),
+        "attn_sink": torch.zeros(H),
+        "dlse": torch.ones_like(lse),
+        **changes,
+    }
+
+
+def native(**args: Any) -> Any:
+    """The checks of the compiled library, reached with CPU tensors."""
+    if _native.library is None:
+        pytest.skip(f"no kernels: {_native.missing_reason}")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    return OP.redispatch(keys, *(args.pop(name) for name in TENSORS), **args)
+
+
+def fake(**args: Any) -> Any:
+    """Fake tensors on a CUDA device that need not exist."""
+    with FakeTensorMode():
+        return OP(**{name: to_fake_cuda(value) for name, value in args.items()})
+
+
+def to_fake_cuda(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"dout": torch.zeros(B, S, H, D).bfloat16()},
+        "dout must be bfloat16 [B=1, S=4, H=8, Dv=512], got bfloat16 [1, 4, 8, 576]",
+    ),
+    ({"dout": torch.zeros(B, S, H, DV)}, "dout must be bfloat16 [B, S, H, Dv], got float32 [1, 4, 8, 512]"),
+    ({"out": torch.zeros(B, S, DV).bfloat16()}, "out must be bfloat16 [B, S, H, Dv], got bfloat16 [1, 4, 512]"),
+    ({"lse": torch.zeros(B, S, 7)}, "lse must be float32 [B=1, S=4, H=8], got float32 [1, 4, 7]"),
+    ({"dlse": torch.zeros(B, S, H).double()}, "dlse must be float32 [B, S, H], got float64 [1, 4, 8]"),
+    ({"kv": torch.zeros(B, S_KV, G, D).half()}, "kv must be bfloat16 [B, S_kv, G, Dqk], got float16 [1, 16, 1, 576]"),
+    ({"d_v": 256}, "(Dqk, d_v) must be (576, 512) or (512, 512), got (576, 256)"),
+    ({"sm_scale": float("nan")}, "sm_scale must be finite in fp32, got nan"),
+]
+
+
+@pytest.mark.parametrize("call", [native, lambda **args: OP(**args), fake], ids=["native", "cpu", "fake"])
+@pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[message[:40] for _, message in ERRORS])
+def test_errors(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError) as error:
+        call(**arguments(**changes))
+    assert f"dsa::sparse_mla_bwd: {message}" in str(error.value)
+
+
+def test_native_checks_end_at_the_device() -> None:
+    with pytest.raises(RuntimeError, match="dsa::sparse_mla_bwd: q must be on a CUDA device, got cpu"):
+        native(**arguments())
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_fake_tensors_on_a_cuda_device(sink: bool) -> None:
+    args = arguments() if sink else arguments(attn_sink=None)
+    dq, dkv, d_sink = fake(**args)
+    assert (dq.shape, dq.dtype, dq.device.type) == ((B, S, H, D), torch.bfloat16, "cuda")
+    assert (dkv.shape, dkv.dtype) == ((B, S_KV, G, D), torch.bfloat16)
+    assert (d_sink.shape, d_sink.dtype) == ((H,) if sink else (0,), torch.float32)
+
+
+def test_opcheck() -> None:
+    args = arguments()
+    positional = [args.pop(name) for name in TENSORS]
+    torch.library.opcheck(OP, positional, args)
+    torch.library.opcheck(OP, positional, {"deterministic": True, "causal": False})
+
+
+class Spy(TorchDispatchMode):
+    """Notes the arguments of every call of the backward operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is OP:
+            self.calls.append(args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"deterministic": True}, {"deterministic": False}], ids=str)
+def test_deterministic_algorithms_imply_deterministic(options: dict[str, Any], deterministic_algorithms: None) -> None:
+    args = arguments()
+    with Spy() as spy:
+        OP(*(args[name] for name in TENSORS), **options)
+        q = args["q"].requires_grad_()
+        dsa_ext.sparse_mla(q, args["kv"], args["indices"]).sum().backward()
+    assert [len(call) for call in spy.calls] == [15, 15]
+    assert all(call[14] is True for call in spy.calls)
+
+
+def test_without_deterministic_algorithms_it_is_as_asked() -> None:
+    args = arguments()
+    with Spy() as spy:
+        for options in ({}, {"deterministic": True}):
+            OP(*(args[name] for name in TENSORS), **options)
+    assert [len(call) == 15 and call[14] for call in spy.calls] == [False, True]
+
+
+def test_expanded_gradients() -> None:
+    """out.sum() sends a gradient back that is one element everywhere."""
+    args = arguments(attn_sink=None, dlse=None)
+    dense = OP(**args)
+    expanded = OP(**{**args, "dout": torch.ones((), dtype=torch.bfloat16).expand(B, S, H, DV)})
+    assert all(torch.equal(a, b) for a, b in zip(dense, expanded, strict=True))
