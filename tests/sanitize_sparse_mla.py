@@ -9,7 +9,7 @@ import torch
 
 import dsa_ext
 from dsa_ext.testing.inputs import make_inputs, spoil_indices, strided_copy
-from dsa_ext.testing.tolerances import forward_errors
+from dsa_ext.testing.tolerances import backward_errors, forward_errors
 
 # (S, S_kv, H, G, K, Dqk): one tile, several tiles, partial heads, groups, keys split over CTAs, nothing to see.
 SHAPES = (
@@ -38,6 +38,11 @@ def main() -> None:
         ):
             out, lse = dsa_ext.sparse_mla(q, kv, indices, return_lse=True, **options)
             forward_errors(out, lse, q, kv, indices, **options).check()
+            for deterministic in (False, True):
+                grads = torch.ops.dsa.sparse_mla_bwd(
+                    out, q, kv, out, lse, indices, **options, dlse=lse.clamp(min=0), deterministic=deterministic
+                )
+                backward_errors(grads, out, q, kv, out, lse, indices, lse.clamp(min=0), **options).check()
         print(f"S={seq} S_kv={s_kv} H={heads} G={groups} K={topk} Dqk={d_qk}: correct")
 
 

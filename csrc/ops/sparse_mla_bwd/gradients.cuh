@@ -1,6 +1,8 @@
 // The gradient warpgroups: gathering keys, dQ, and their share of dkv.
 #pragma once
 
+#include <climits>
+
 #include "key_gradients.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/tma.cuh"
@@ -33,7 +35,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   dq_mma.accumulate_ = GMMA::ScaleOut::One;
   tail_mma.accumulate_ = GMMA::ScaleOut::One;
 
-  int (&ids)[2][kBlockK] = shared.ids[kBack];
+  int (&ids)[kIdSlots][kBlockK] = shared.ids[kBack];
   const auto next_id = [&](int j) {  // of slot `thread` of the j-th tile, -1 where it is not visible
     const int slot = j * kBlockK + thread % kBlockK;
     const int id = slot < shared.place.slots ? __ldg(shared.place.g_ids + slot) : -1;
@@ -44,7 +46,8 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
         shared_address(chunk(shared.keys, kFirst)) + swizzled_offset(gather_row(thread), gather_piece(thread));
     int row_ids[kGatherRowsPerThread];
 #pragma unroll
-    for (int i = 0; i < kGatherRowsPerThread; ++i) row_ids[i] = ids[j % 2][gather_row(thread) + i * kGatherRowStep];
+    for (int i = 0; i < kGatherRowsPerThread; ++i)
+      row_ids[i] = ids[j % kIdSlots][gather_row(thread) + i * kGatherRowStep];
     const GatherRows rows(shared.place.g_keys + gather_piece(thread) * 16,
                           static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), row_ids, INT_MAX);
     rows.template copy<kFirst, kFirst, kFirst + kHalfChunks>(s_piece);
@@ -86,7 +89,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
       warpgroup_fence_operand(r_dq);
       if constexpr (kTail) warpgroup_fence_operand(r_dq_tail);
     }
-    if (thread < kBlockK) ids[parity ^ 1][thread] = id_of_next;
+    if (thread < kBlockK) ids[(j + 1) % kIdSlots][thread] = id_of_next;
     if (!kBack && p.prefetch_sums && thread < kBlockK && id_of_next >= 0) {
       const Sum* g_sums = static_cast<const Sum*>(p.dkv_sum) + shared.place.first_sum;
       prefetch_to_l2(g_sums + int64_t{id_of_next} * (p.groups * kC.d_qk), kC.d_qk * sizeof(Sum));
@@ -94,7 +97,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     sync_warpgroup<kBarrier>();
     if (!last) feed(j + 1);
     if (!skip) {
-      add_key_gradients<kC, kBack ? kBackRole : kFrontRole, Sum>(shared, p, ids[parity], thread);
+      add_key_gradients<kC, kBack ? kBackRole : kFrontRole, Sum>(shared, p, ids[j % kIdSlots], thread);
     } else {
       arrive(&shared.probs_read);
     }

@@ -4,19 +4,21 @@
 //
 //   warpgroup           waits for                  does                                             signals
 //   score               front_full, back_full      S = Q K^T, dP = dO V^T; P, dS
-//                       probs_read of j-1          writes P and dS                                  probs_written
+//                       probs_read of tile j-1     writes P and dS                                  probs_written
+//                                                  its columns of dkv = P^T dO + dS^T Q, added      probs_read
 //   gradients 0 (front) probs_written              dQ[:, 0:256) and the tail += dS K
 //                                                  gathers these columns of tile j+1                front_full
-//                                                  dkv[:, 0:256) = P^T dO + dS^T Q, added globally  probs_read
+//                                                  its columns of dkv                               probs_read
 //   gradients 1 (back)  probs_written              dQ[:, 256:512) += dS K
 //                                                  gathers these columns of tile j+1                back_full
-//                                                  dkv[:, 256:d_qk), added globally                 probs_read
+//                                                  its columns of dkv                               probs_read
 //
 // Q, dO, one tile of keys, P and dS fill shared memory. So each gradient warpgroup takes its product with the keys
-// first, and while the next tile arrives in their place it works on dkv, which needs no keys.
+// first, and while the next tile arrives in their place all work on dkv, which needs no keys. Adding dkv to the sums in
+// global memory is what takes the time.
 //
-// Registers of a thread: dQ takes 160 in the front warpgroup and 128 in the back one, a chunk of dkv 32 in both; S and
-// dP take 64 in the score warpgroup.
+// Registers of a thread: dQ takes 160 in the front warpgroup and 128 in the back one, a piece of dkv 16 or 32; S and dP
+// take 64 in the score warpgroup. ptxas gives the operands of wgmma the registers from 24 upwards.
 #pragma once
 
 #include <cutlass/cutlass.h>

@@ -143,7 +143,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       if (kFixedPoint && !fits) {
 #pragma unroll
         for (int i = 0; i < size(r_s); ++i) {
-          const int id = shared.ids[0][parity][i / 4 * 8 + lane % 4 * 2 + i % 2];
+          const int id = shared.ids[0][j % kIdSlots][i / 4 * 8 + lane % 4 * 2 + i % 2];
           const bool fits_here = r_s(i) <= kLargestProb * rows[i / 2 % 2].share && fabsf(r_dp(i)) <= FLT_MAX;
           if (id >= 0 && !fits_here) shared.place.lost_keys[int64_t{id} * p.groups] = 1;
         }
@@ -154,7 +154,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       fence_async_proxy();
       arrive(&shared.probs_written);
       wait(&shared.probs_written, parity);
-      add_key_gradients<kC, kScoreRole, Sum>(shared, p, shared.ids[0][parity], thread);
+      add_key_gradients<kC, kScoreRole, Sum>(shared, p, shared.ids[0][j % kIdSlots], thread);
     } else {
       wait(&shared.probs_read, parity ^ 1);
       arrive(&shared.probs_written);

@@ -32,6 +32,8 @@ struct ItemPlace {
   unsigned char* lost_keys;
 };
 
+inline constexpr int kIdSlots = 4;
+
 template <Config kC>
 struct SharedStorage {
   alignas(1024) Bf16 q[kBlockHeads * kC.d_qk];  // in the end dQ
@@ -39,7 +41,9 @@ struct SharedStorage {
   alignas(1024) Bf16 keys[kBlockK * kC.d_qk];
   alignas(1024) Bf16 probs[kBlockHeads * kBlockK];
   alignas(1024) Bf16 dscores[kBlockHeads * kBlockK];
-  int ids[2][2][kBlockK];  // of the keys of two tiles in turn, -1 for none; one copy for each gradient warpgroup
+  // Of the keys of a tile, -1 for none; one copy for each gradient warpgroup. Who still adds up tile j while others are
+  // at tile j + 1 reads them too, and those of tile j + 2 come early.
+  int ids[2][kIdSlots][kBlockK];
   ItemPlace place;
   uint32_t visible[2][4];  // of two tiles in turn, see publish_visible
   uint64_t inputs_full, front_full, back_full, probs_written, probs_read;
