@@ -76,34 +76,6 @@ struct GatherRows {
   }
 };
 
-// One thread's part in gathering the tiles of one query's keys. Ids are read a tile ahead of their use.
-struct KeyStream {
-  const int* g_ids;               // this thread's first slot of the next tile
-  const char* g_rows;             // this thread's piece of row 0
-  int slots_left, id_end;         // from g_ids on; ids below id_end are visible
-  int ids[kGatherRowsPerThread];  // of the next tile
-
-  // Slots [0, slots) of `g_first_id`, rows of `g_kv`.
-  __device__ __forceinline__ void start(const int* g_first_id, int slots, int end, const void* g_kv, int thread) {
-    g_ids = g_first_id + gather_row(thread);
-    slots_left = slots - gather_row(thread);
-    id_end = end;
-    g_rows = static_cast<const char*>(g_kv) + gather_piece(thread) * 16;
-    load_ids();
-  }
-
-  __device__ __forceinline__ void load_ids() {
-#pragma unroll
-    for (int i = 0; i < kGatherRowsPerThread; ++i) {
-      ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
-    }
-    g_ids += kGatherRows;
-    slots_left -= kGatherRows;
-  }
-
-  __device__ __forceinline__ GatherRows rows(uint32_t row_bytes) const { return {g_rows, row_bytes, ids, id_end}; }
-};
-
 // Which rows of a tile are visible keys, in one word of each warp that gathers: bit 8 (row % 4) + row / 16 of word
 // row / 4 % 4.
 __device__ __forceinline__ void publish_visible(uint32_t (&words)[4], const GatherRows& rows, int thread) {

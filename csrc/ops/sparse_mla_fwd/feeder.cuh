@@ -19,8 +19,11 @@ struct Feeder {
   const int thread;
   int index = blockIdx.x;  // of the item that comes after the tiles left
   int tiles_left = 0;
-  KeyStream keys;
-  int landing = -1;  // the slot whose rows are on their way
+  int slots_left, id_end;
+  const int* g_ids;  // this thread's first slot of the next tile
+  const char* g_rows;
+  int ids[kGatherRowsPerThread];  // of the next tile
+  int landing = -1;               // the slot whose rows are on their way
 
   __device__ __forceinline__ uint64_t* full(int at) { return kBack ? &shared.full_back[at] : &shared.full_front[at]; }
   // What was written to slot `at` is complete; with kSignalOnLanding, once its copies have landed.
@@ -38,13 +41,22 @@ struct Feeder {
     landing = -1;
   }
 
+  __device__ __forceinline__ void load_ids() {
+#pragma unroll
+    for (int i = 0; i < kGatherRowsPerThread; ++i) {
+      ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
+    }
+    g_ids += kBlockK;
+    slots_left -= kBlockK;
+  }
+
   // Starts to fill slot `at`, which this warpgroup has read in the round of the ring with `parity`; its chunk 8 is free
   // when both value warpgroups have.
   __device__ __forceinline__ void feed(int at, uint32_t parity) {
     if (tiles_left > 0) {
       const uint32_t s_piece =
           shared_address(shared.tiles.chunk(at, kBegin)) + swizzled_offset(gather_row(thread), gather_piece(thread));
-      const GatherRows rows = keys.rows(static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)));
+      const GatherRows rows(g_rows, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, id_end);
       rows.template copy<kBegin, kBegin, kBegin + kFrontChunks>(s_piece);
       if constexpr (kBack) {
         wait(&shared.probs_read[at], parity);
@@ -57,7 +69,7 @@ struct Feeder {
       } else {
         landing = at;
       }
-      if (--tiles_left > 0) keys.load_ids();
+      if (--tiles_left > 0) load_ids();
     } else if (index < p.items) {
       if constexpr (kBack) wait(&shared.probs_read[at], parity);
       const Item item(p, index);
@@ -73,9 +85,14 @@ struct Feeder {
       }
       signal(at);
       tiles_left = item.tiles;
-      const int first_slot = item.first_tile * kBlockK;
-      const Bf16* g_kv = static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b + item.group * p.kv_stride_g;
-      keys.start(item.indices(p) + first_slot, item.slot_end - first_slot, item.id_end, g_kv, thread);
+      const int first_slot = item.first_tile * kBlockK + gather_row(thread);
+      slots_left = item.slot_end - first_slot;
+      id_end = item.id_end;
+      g_ids = item.indices(p) + first_slot;
+      g_rows = reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b +
+                                             item.group * p.kv_stride_g) +
+               gather_piece(thread) * 16;
+      load_ids();
     }
   }
 };

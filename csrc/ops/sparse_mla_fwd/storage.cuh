@@ -120,8 +120,11 @@ struct Item {
     p.group_count(index, group, index);
     p.split_count(index, split, index);
     p.query_count(b, s, index);
-    const int slots = used_slots(
-        p.topk, p.topk_length ? p.topk_length + b * p.topk_length_stride_b + s * p.topk_length_stride_s : nullptr);
+    int slots = p.topk;
+    if (p.topk_length != nullptr) {
+      const int length = p.topk_length[b * p.topk_length_stride_b + s * p.topk_length_stride_s];
+      slots = length < 0 ? 0 : length < slots ? length : slots;
+    }
     const int all_tiles = ceil_div(slots, kBlockK);
     first_tile = p.split_count.div(split * all_tiles);
     const int end_tile = p.split_count.div((split + 1) * all_tiles);

@@ -263,7 +263,13 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
           }
         } else {
           // O takes the place of the values that this warpgroup alone read, in the layout that TMA stores.
-          store_accumulators<kColumns>(shared_address(shared.tiles.chunk(at.slot, kFirstChunk)), r_o, thread);
+          const uint32_t s_o = shared_address(shared.tiles.chunk(at.slot, kFirstChunk));
+#pragma unroll
+          for (int i = 0; i < kColumns / 16; ++i) {
+            store_matrices(s_o + i / 4 * kChunkBytes + swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
+                           pack_bf16(r_o(8 * i), r_o(8 * i + 1)), pack_bf16(r_o(8 * i + 2), r_o(8 * i + 3)),
+                           pack_bf16(r_o(8 * i + 4), r_o(8 * i + 5)), pack_bf16(r_o(8 * i + 6), r_o(8 * i + 7)));
+          }
           store_output<kC, kBack>(shared, at.slot, out_map, item, thread);
         }
         index += gridDim.x;
