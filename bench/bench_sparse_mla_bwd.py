@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import PEERS, RESULTS, causal_indices, grouped_bars, measure_ms, write_results
+from common import PEERS, RESULTS, causal_indices, grouped_bars, measure_ms, report
 from torch import Tensor
 
 from dsa_ext import reference
@@ -144,14 +144,7 @@ def main() -> None:
     for spec in chosen:
         cases.append(measure(spec, {case["name"]: case["ms"] for case in cases}))
         progress.step(f"{spec.group}: {spec.name}")
-    for case in cases:
-        ratio = f"{case['ratio']:8.3f} x {case['peer']}" if case["ratio"] else ""
-        versus = "".join(f"{value:8.3f} x time of {name}" for name, value in case.get("time_vs", {}).items())
-        print(f"{case['name']:<36}{case['ms']:>11.4f} ms{case['tflops']:>9.1f} TFLOP/s{ratio}{versus}")
-    if not args.only:
-        path = write_results(OP, cases, args.out)
-        plot(cases, path.with_suffix(".png"))
-        print(f"wrote {path} and {path.with_suffix('.png').name}")
+    report(OP, cases, None if args.only else args.out, plot)
 
 
 if __name__ == "__main__":

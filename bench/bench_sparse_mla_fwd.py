@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import PEERS, RESULTS, causal_indices, grouped_bars, measure_ms, peer_figure, write_results
+from common import PEERS, RESULTS, causal_indices, grouped_bars, measure_ms, peer_figure, report
 from torch import Tensor
 
 import dsa_ext
@@ -208,14 +208,7 @@ def main() -> None:
     cases.append(measure_host())
     progress.step("Host")
 
-    for case in cases:
-        ratio = f"{case['ratio']:8.3f} x {case['peer']}" if case["ratio"] else ""
-        versus = "".join(f"{value:8.3f} x time of {name}" for name, value in case.get("time_vs", {}).items())
-        print(f"{case['name']:<36}{case['ms']:>11.4f} ms{case['tflops'] or 0:>9.1f} TFLOP/s{ratio}{versus}")
-    if not args.only:
-        path = write_results(OP, cases, args.out)
-        plot(cases, path.with_suffix(".png"))
-        print(f"wrote {path} and {path.with_suffix('.png').name}")
+    report(OP, cases, None if args.only else args.out, plot)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,18 @@ def causal_indices(seq: int, topk: int, generator: torch.Generator) -> Tensor:
     return indices.masked_fill(indices == seq, -1).int()[None, :, None]
 
 
+def report(op: str, cases: Sequence[dict[str, Any]], folder: Path | None, plot: Callable[[Any, Path], None]) -> None:
+    """Prints a line a case and, where there is a folder, writes the result file and the plot there."""
+    for case in cases:
+        ratio = f"{case['ratio']:8.3f} x {case['peer']}" if case["ratio"] else ""
+        versus = "".join(f"{value:8.3f} x time of {name}" for name, value in case.get("time_vs", {}).items())
+        print(f"{case['name']:<36}{case['ms']:>11.4f} ms{case['tflops'] or 0:>9.1f} TFLOP/s{ratio}{versus}")
+    if folder is not None:
+        path = write_results(op, cases, folder)
+        plot(cases, path.with_suffix(".png"))
+        print(f"wrote {path} and {path.with_suffix('.png').name}")
+
+
 def grouped_bars(axis: Any, labels: Sequence[str], series: dict[str, Sequence[float]]) -> None:
     """Bars side by side: one group a label, one colour a series, the value on top of each bar."""
     width = 0.8 / len(series)
