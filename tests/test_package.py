@@ -139,7 +139,7 @@ KERNELS = {
     "sparse_mla_bwd": (
         "sparse_mla_bwd_kernel",
         2,
-        ["bound_kernel", "cast_kernel", "cast_kernel", "key_sizes_kernel", "sink_kernel"],
+        ["bound_kernel", "cast_kernel", "cast_kernel", "combine_kernel", "key_sizes_kernel", "sink_kernel"],
     ),
 }
 
@@ -209,3 +209,23 @@ def test_plan_splits_fills_the_chip(host_functions: ModuleType) -> None:
     assert plan(1, 2048, 132) > 4
     assert plan(4096, 2048, 132) == 1
     assert plan(1, 64, 132) == 1
+
+
+@given(items=st.integers(0, 2**40), topk=st.integers(1, 2**20), num_sms=st.integers(1, 200))
+def test_plan_items(host_functions: ModuleType, items: int, topk: int, num_sms: int) -> None:
+    whole, parts = host_functions.sparse_mla_bwd.plan_items(items, topk, num_sms)
+    split = items - whole
+    assert parts >= 1 and split >= 0
+    if parts == 1:
+        assert split == 0
+    else:
+        assert whole % num_sms == 0 and split > 0, "only what the last wave would leave idle is split"
+        assert split * parts <= num_sms, "the parts must run at once"
+        assert parts * host_functions.sparse_mla_fwd.block_k <= topk, "a part without keys"
+
+
+def test_plan_items_fills_the_chip(host_functions: ModuleType) -> None:
+    plan = host_functions.sparse_mla_bwd.plan_items
+    assert plan(4096, 2048, 132) == (4092, 16)
+    assert plan(132 * 7, 2048, 132) == (132 * 7, 1)
+    assert plan(1, 64, 132) == (1, 1)

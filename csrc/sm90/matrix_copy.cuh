@@ -62,4 +62,16 @@ __device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumul
   }
 }
 
+// The same as they are, as rows of `stride` in global memory.
+template <class Accumulator>
+__device__ __forceinline__ void store_accumulators_to_global(float* g_first, int stride, const Accumulator& r,
+                                                             int thread) {
+  const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < r.size(); i += 2) {
+    float* g_pair = g_first + (row + i / 2 % 2 * 8) * stride + i / 4 * 8 + lane % 4 * 2;
+    *reinterpret_cast<float2*>(g_pair) = {r(i), r(i + 1)};
+  }
+}
+
 }  // namespace dsa::sm90

@@ -70,5 +70,10 @@ __device__ __forceinline__ T& recomputed(T& object) {
   asm volatile("" : "+l"(address));
   return *address;
 }
+// The same value.
+__device__ __forceinline__ int recomputed(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 
 }  // namespace dsa::sm90

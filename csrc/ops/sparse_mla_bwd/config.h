@@ -1,6 +1,9 @@
 // The legal shapes of the sparse MLA backward kernel, and what each may use of an SM.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 namespace dsa::sparse_mla_bwd {
 
 inline constexpr int kBlockK = 64;      // keys in one tile
@@ -8,7 +11,7 @@ inline constexpr int kBlockHeads = 64;  // heads in one CTA
 
 enum Role { kFrontRole, kBackRole, kScoreRole };
 
-// The columns of dkv that one role computes, `step` at a time.
+// The first d_v columns of dkv that one role computes, `step` at a time. The front role has the others too.
 struct KeyColumns {
   int begin, end, step;
 };
@@ -20,13 +23,36 @@ struct Config {
 };
 
 inline constexpr Config kConfigs[] = {
-    {576, 512, {{0, 128, 32}, {128, 384, 64}, {384, 576, 64}}, {208, 192, 104}},
+    {576, 512, {{0, 64, 32}, {64, 320, 64}, {320, 512, 64}}, {208, 192, 104}},
     {512, 512, {{0, 192, 64}, {192, 384, 64}, {384, 512, 64}}, {200, 192, 112}},
 };
 
 inline constexpr int kThreads = 384;  // two gradient warpgroups, one score warpgroup
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 inline constexpr int kMaxRegisters = 3 * 168;  // three threads', one of each warpgroup, as the kernel starts
+
+// How (query, head block) items are cut: the first `whole` are a CTA each, and each of the others, which would leave
+// most of the chip idle, is `parts` CTAs that share its keys.
+struct Plan {
+  int64_t whole;
+  int parts;
+};
+
+constexpr Plan plan_items(int64_t items, int topk, int num_sms) {
+  constexpr int kTilesOfPart = 2;  // at least, so that its start pays
+  const int rest = static_cast<int>(items % num_sms), tiles = (topk + kBlockK - 1) / kBlockK;
+  const int parts = rest == 0 ? 1 : std::min(num_sms / rest, tiles / kTilesOfPart);
+  return parts > 1 ? Plan{items - rest, parts} : Plan{items, 1};
+}
+
+// CTAs keep in step every so many tiles: with 64-bit sums often, with fp32 only when they start.
+template <class Sum>
+inline constexpr int kTilesOfStep = sizeof(Sum) == sizeof(float) ? 1 << 20 : 2;
+
+template <class Sum>
+constexpr int steps_of_cta(int topk) {
+  return (topk + kBlockK * kTilesOfStep<Sum> - 1) / (kBlockK * kTilesOfStep<Sum>);
+}
 
 constexpr bool has_tail(const Config& c) { return c.d_qk > c.d_v; }
 

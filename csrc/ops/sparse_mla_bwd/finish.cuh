@@ -7,6 +7,7 @@
 #include "params.h"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/scatter.cuh"
+#include "storage.cuh"
 
 namespace dsa::sparse_mla_bwd {
 
@@ -33,6 +34,24 @@ __global__ void __launch_bounds__(kCastThreads) cast_kernel(const __grid_constan
   }
   static_cast<uint4*>(p.dkv)[piece] = {sm90::pack_bf16(sums[0], sums[1]), sm90::pack_bf16(sums[2], sums[3]),
                                        sm90::pack_bf16(sums[4], sums[5]), sm90::pack_bf16(sums[6], sums[7])};
+}
+
+inline constexpr int kCombineThreads = 256;
+
+// One thread for each 2 columns of a row of an item that was split: the sum of its parts.
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Params p, int pairs) {
+  const int pair = blockIdx.x * kCombineThreads + threadIdx.x, row_pairs = p.d_qk / 2;
+  if (pair >= pairs) return;
+  const int column = pair % row_pairs * 2, row = pair / row_pairs % kBlockHeads, split = pair / row_pairs / kBlockHeads;
+  const Item item(p, p.whole_items + split * p.parts);
+  if (row >= item.heads_left(p)) return;
+  const float* g_part = p.dq_parts + (int64_t{split} * p.parts * kBlockHeads + row) * p.d_qk + column;
+  float2 sum = {0.f, 0.f};
+  for (int part = 0; part < p.parts; ++part, g_part += kBlockHeads * p.d_qk) {
+    const float2 value = *reinterpret_cast<const float2*>(g_part);
+    sum.x += value.x, sum.y += value.y;
+  }
+  static_cast<uint32_t*>(p.dq)[((item.first_row(p) + row) * p.d_qk + column) / 2] = sm90::pack_bf16(sum.x, sum.y);
 }
 
 inline constexpr int kSinkHeads = 32, kSinkRows = 32;  // of one block

@@ -15,6 +15,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   using namespace cute;
   constexpr int kFirst = kBack ? kHalfChunks : 0, kBarrier = kBack ? kBackBarrier : kFrontBarrier;
   constexpr bool kTail = !kBack && has_tail(kC);  // of dQ and of the gather; the back warpgroup has the tail of dkv
+  constexpr bool kFixedPoint = sizeof(Sum) != sizeof(float);
   uint64_t* const full = kBack ? &shared.back_full : &shared.front_full;
   const auto chunk = [&](Bf16* first, int i) { return SharedStorage<kC>::chunk(first, i); };
 
@@ -36,8 +37,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   tail_mma.accumulate_ = GMMA::ScaleOut::One;
 
   int (&ids)[kIdSlots][kBlockK] = shared.ids[kBack];
-  const auto next_id = [&](int j) {  // of slot `thread` of the j-th tile, -1 where it is not visible
-    const int slot = j * kBlockK + thread % kBlockK;
+  const auto id_of_slot = [&](int slot) {  // -1 where it is not visible
     const int id = slot < shared.place.slots ? __ldg(shared.place.g_ids + slot) : -1;
     return is_visible(id, shared.place.id_end) ? id : -1;
   };
@@ -48,7 +48,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
 #pragma unroll
     for (int i = 0; i < kGatherRowsPerThread; ++i)
       row_ids[i] = ids[j % kIdSlots][gather_row(thread) + i * kGatherRowStep];
-    const GatherRows rows(shared.place.g_keys + gather_piece(thread) * 16,
+    const GatherRows rows(shared.place.g_keys + gather_piece(recomputed(thread)) * 16,
                           static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), row_ids, INT_MAX);
     rows.template copy<kFirst, kFirst, kFirst + kHalfChunks>(s_piece);
     if constexpr (kTail) rows.template copy<kFirst, kTailChunk, kTailChunk + 1>(s_piece);
@@ -57,20 +57,58 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     arrive_after_copies(full);
   };
 
-  const bool empty = shared.place.tiles == 0;
-  if (!empty) {
-    if (thread < kBlockK) ids[0][thread] = next_id(0);
+  // Of two tiles, 64-bit sums do not fit in L2; fp32 ones are better prefetched a tile ahead.
+  const auto prefetch_sums = [&](int j) {
+    if (kBack || !p.prefetch_sums || thread >= kBlockK) return;
+    const int id = ids[j % kIdSlots][thread];
+    const Sum* g_sums = static_cast<const Sum*>(p.dkv_sum) + shared.place.first_sum;
+    if (id >= 0) prefetch_to_l2(g_sums + int64_t{id} * (p.groups * kC.d_qk), kC.d_qk * sizeof(Sum));
+  };
+  const auto store_dq = [&] {
+    if constexpr (kFixedPoint) {  // dS counted in units of the sums
+      const float unit = 1.f / shared.place.sum_scale;
+#pragma unroll
+      for (int i = 0; i < size(r_dq); ++i) r_dq(i) *= unit;
+#pragma unroll
+      for (int i = 0; i < size(r_dq_tail); ++i) r_dq_tail(i) *= unit;
+    }
+    if (float* g_part = shared.place.g_dq_part) {
+      store_accumulators_to_global(g_part + kFirst * kChunkColumns, kC.d_qk, r_dq, recomputed(thread));
+      if constexpr (kTail) store_accumulators_to_global(g_part + kC.d_v, kC.d_qk, r_dq_tail, recomputed(thread));
+      return;
+    }
+    // Into the place of the last tile, and on from there.
+    store_accumulators<kHalfChunks * kChunkColumns>(shared_address(chunk(shared.keys, kFirst)), r_dq, thread);
+    if constexpr (kTail)
+      store_accumulators<kChunkColumns>(shared_address(chunk(shared.keys, kTailChunk)), r_dq_tail, thread);
+    fence_async_proxy();
     sync_warpgroup<kBarrier>();
-    feed(0);
-  }
+    if (thread == 0) {
+      HeadTile at = shared.place.heads;
+      const auto store = [&](int c) {
+        at.column = c * kChunkColumns;
+        tma_store(&dq_map, chunk(shared.keys, c), at);
+      };
+#pragma unroll 1
+      for (int c = kFirst; c < kFirst + kHalfChunks; ++c) store(c);
+      if (kTail) store(kTailChunk);
+      tma_store_commit();
+    }
+  };
+
+  ids[thread / kBlockK][thread % kBlockK] = id_of_slot(thread);
+  sync_warpgroup<kBarrier>();
+  feed(0);
   wait(&shared.inputs_full, 0);
-  bool last = empty;
+  bool last = false;
 #pragma unroll 1
   for (int j = 0; !last; ++j) {
     const uint32_t parity = j % 2;
     last = j + 1 == shared.place.tiles;
-    const int id_of_next = last ? -1 : next_id(j + 1);
+    if (kFixedPoint) prefetch_sums(j);
     wait(&shared.probs_written, parity);
+    int later_id;  // loaded where no additions delay it
+    const int later_slot = (j + 2) * kBlockK + thread % kBlockK;
     const bool skip = !any_visible(shared.visible[parity]);
     if (!skip) {
       // dQ += dS K
@@ -85,17 +123,22 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
         for (int k = 0; k < size<2>(r_ds); ++k) gemm(tail_mma, r_ds_tail(_, _, k), r_k_tail(_, _, k), r_dq_tail);
       }
       warpgroup_commit_batch();
+      later_id = id_of_slot(later_slot);
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_dq);
       if constexpr (kTail) warpgroup_fence_operand(r_dq_tail);
+    } else {
+      later_id = id_of_slot(later_slot);
     }
-    if (thread < kBlockK) ids[(j + 1) % kIdSlots][thread] = id_of_next;
-    if (!kBack && p.prefetch_sums && thread < kBlockK && id_of_next >= 0) {
-      const Sum* g_sums = static_cast<const Sum*>(p.dkv_sum) + shared.place.first_sum;
-      prefetch_to_l2(g_sums + int64_t{id_of_next} * (p.groups * kC.d_qk), kC.d_qk * sizeof(Sum));
-    }
+    if (!kBack && thread == 0 && p.steps != nullptr && (j + 1) % kTilesOfStep<Sum> == 0) atomicAdd(p.steps, 1);
     sync_warpgroup<kBarrier>();
-    if (!last) feed(j + 1);
+    if (last) {
+      store_dq();
+    } else {
+      feed(j + 1);
+    }
+    if (thread < kBlockK) ids[(j + 2) % kIdSlots][thread] = later_id;
+    if (!kFixedPoint) prefetch_sums(j + 1);
     if (!skip) {
       add_key_gradients<kC, kBack ? kBackRole : kFrontRole, Sum>(shared, p, ids[j % kIdSlots], thread);
     } else {
@@ -103,33 +146,10 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     }
   }
 
-  if (!kBack && thread == 0 && p.finished != nullptr) atomicAdd(p.finished, 1);
-  // dQ leaves in place of Q, once all warpgroups have read it.
-  if (!empty) wait(&shared.probs_read, (shared.place.tiles - 1) % 2);
-  if constexpr (sizeof(Sum) != sizeof(float)) {  // dS counted in units of the sums
-    const float unit = 1.f / shared.place.sum_scale;
-#pragma unroll
-    for (int i = 0; i < size(r_dq); ++i) r_dq(i) *= unit;
-#pragma unroll
-    for (int i = 0; i < size(r_dq_tail); ++i) r_dq_tail(i) *= unit;
+  if (!kBack && thread == 0 && p.steps != nullptr) {
+    atomicAdd(p.steps, steps_of_cta<Sum>(p.topk) - shared.place.tiles / kTilesOfStep<Sum>);
   }
-  store_accumulators<kHalfChunks * kChunkColumns>(shared_address(chunk(shared.q, kFirst)), r_dq, thread);
-  if constexpr (kTail)
-    store_accumulators<kChunkColumns>(shared_address(chunk(shared.q, kTailChunk)), r_dq_tail, thread);
-  fence_async_proxy();
-  sync_warpgroup<kBarrier>();
-  if (thread == 0) {
-    const Item item(p, blockIdx.x);
-    const auto store = [&](int c) {
-      tma_store(&dq_map, chunk(shared.q, c),
-                {c * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b});
-    };
-#pragma unroll 1
-    for (int c = kFirst; c < kFirst + kHalfChunks; ++c) store(c);
-    if (kTail) store(kTailChunk);
-    tma_store_commit();
-    tma_store_wait_read();
-  }
+  if (thread == 0) tma_store_wait_read();
 }
 
 }  // namespace dsa::sparse_mla_bwd

@@ -50,14 +50,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(&shared.probs_written, kWarpgroupThreads);
     barrier_init(&shared.probs_read, kThreads);
     fence_barrier_init();
-    expect_bytes(&shared.inputs_full, sizeof(shared.q) + sizeof(shared.dout));
-#pragma unroll 1
-    for (int c = 0; c < kC.d_qk / kChunkColumns; ++c) {
-      const HeadTile at{c * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b};
-      tma_load(shared.chunk(shared.q, c), &q_map, at, &shared.inputs_full);
-      if (c < kValueChunks) tma_load(shared.chunk(shared.dout, c), &dout_map, at, &shared.inputs_full);
-    }
-    arrive(&shared.inputs_full);
   }
   __syncthreads();
 
@@ -70,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     accumulate<kC, true, Sum>(shared, p, dq_map, thread);
   } else {
     set_registers<kC.registers[kScoreRole], kStart>();
-    score<kC, Sum>(shared, p, item, thread);
+    score<kC, Sum>(shared, p, item, q_map, dout_map, thread);
   }
 }
 

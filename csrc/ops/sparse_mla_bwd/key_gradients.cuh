@@ -14,13 +14,13 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
                                                   int thread) {
   using namespace cute;
   constexpr KeyColumns kShare = kC.key_columns[kRole];
+  constexpr int kValueSteps = (kShare.end - kShare.begin) / kShare.step;
+  constexpr int kSteps = kValueSteps + (kRole == kFrontRole ? (kC.d_qk - kC.d_v) / kShare.step : 0);
   const int lane = thread % kWarpThreads;
 
-  SharedStorage<kC>& here = shared;
-
   TransposedMma<kShare.step> mma;
-  Tensor s_p = make_tensor(make_smem_ptr(here.probs), ColumnsByRows<kBlockK>{});
-  Tensor s_ds = make_tensor(make_smem_ptr(here.dscores), ColumnsByRows<kBlockK>{});
+  Tensor s_p = make_tensor(make_smem_ptr(shared.probs), ColumnsByRows<kBlockK>{});
+  Tensor s_ds = make_tensor(make_smem_ptr(shared.dscores), ColumnsByRows<kBlockK>{});
   Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
   Tensor r_ds = mma.get_slice(thread).partition_fragment_A(s_ds);
   Tensor r_dkv = partition_fragment_C(mma, Shape<_64, Int<kShare.step>>{});
@@ -28,14 +28,15 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
   const SumRows<Sum> rows{ids + thread / kWarpThreads * 16};
   Sum* g_sums = static_cast<Sum*>(p.dkv_sum) + shared.place.first_sum;
 #pragma unroll
-  for (int column = kShare.begin; column < kShare.end; column += kShare.step) {
+  for (int i = 0; i < kSteps; ++i) {
+    const int column = i < kValueSteps ? kShare.begin + i * kShare.step : kC.d_v + (i - kValueSteps) * kShare.step;
     const auto columns_of = [&](Bf16* first) {  // [kShare.step, 64 heads] of a row of chunks
       Tensor s_chunk =
           make_tensor(make_smem_ptr(shared.chunk(first, column / kChunkColumns)), ColumnsByRows<kChunkColumns>{});
       Tensor r_chunk = TransposedMma<kChunkColumns>{}.get_slice(thread).partition_fragment_B(s_chunk);
       return make_tensor(r_chunk.data() + column % kChunkColumns * sizeof(Bf16) / 16, r_chunk.layout());
     };
-    Tensor r_q = columns_of(here.q);
+    Tensor r_q = columns_of(shared.q);
     warpgroup_fence_operand(r_dkv);
     warpgroup_arrive();
     mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -45,14 +46,14 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
       mma.accumulate_ = GMMA::ScaleOut::One;
     }
     if (column < kC.d_v) {
-      Tensor r_do = columns_of(here.dout);
+      Tensor r_do = columns_of(shared.dout);
 #pragma unroll
       for (int k = 0; k < size<2>(r_p); ++k) gemm(mma, r_p(_, _, k), r_do(_, _, k), r_dkv);
     }
     warpgroup_commit_batch();
     warpgroup_wait<0>();
     warpgroup_fence_operand(r_dkv);
-    if (column + kShare.step >= kShare.end) arrive(&shared.probs_read);
+    if (i + 1 == kSteps) arrive(&shared.probs_read);
     rows.add(g_sums + column, p.groups * kC.d_qk, r_dkv, lane);
   }
 }

@@ -9,6 +9,8 @@
 namespace dsa::sparse_mla_bwd {
 namespace {
 
+unsigned blocks_of(int64_t items, int per_block) { return unsigned((items + per_block - 1) / per_block); }
+
 template <int kConfig, class Sum>
 const char* launch_main(const Params& p, cudaStream_t stream) {
   const int group_heads = p.heads / p.groups;
@@ -28,9 +30,15 @@ const char* launch_main(const Params& p, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedStorage<kConfigs[kConfig]>);
   static_assert(kBytes <= kMaxSharedBytes);
   const int head_blocks = (group_heads + kBlockHeads - 1) / kBlockHeads;
-  const unsigned grid = unsigned(p.batch) * p.seq_q * p.groups * head_blocks;
-  return launch_kernel<sparse_mla_bwd_kernel<kConfig, Sum>>(p.device, grid, kThreads, kBytes, stream, p, q_map,
-                                                            dout_map, dq_map);
+  const int split_items = p.batch * p.seq_q * p.groups * head_blocks - p.whole_items;
+  const char* error = launch_kernel<sparse_mla_bwd_kernel<kConfig, Sum>>(
+      p.device, unsigned(p.whole_items + split_items * p.parts), kThreads, kBytes, stream, p, q_map, dout_map, dq_map);
+  if (error == nullptr && split_items > 0) {
+    const int pairs = split_items * kBlockHeads * p.d_qk / 2;
+    error = launch_kernel<combine_kernel>(p.device, blocks_of(pairs, kCombineThreads), kCombineThreads, 0, stream, p,
+                                          pairs);
+  }
+  return error;
 }
 
 const char* clear(void* data, int64_t bytes, cudaStream_t stream) {
@@ -39,14 +47,12 @@ const char* clear(void* data, int64_t bytes, cudaStream_t stream) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-unsigned blocks_of(int64_t items, int per_block) { return unsigned((items + per_block - 1) / per_block); }
-
 template <class Sum>
 const char* launch_all(const Params& p, cudaStream_t stream) {
   const int64_t keys = int64_t(p.batch) * p.seq_kv * p.groups, sums = keys * p.d_qk;
   const int64_t queries = p.heads > 0 ? int64_t(p.batch) * p.seq_q : 0;
   const char* error = clear(p.dkv_sum, sums * sizeof(Sum), stream);
-  if (error == nullptr) error = clear(p.finished, sizeof(int), stream);
+  if (error == nullptr) error = clear(p.steps, sizeof(int), stream);
   if (error == nullptr) error = clear(p.addend_bound, sizeof(float), stream);
   if (error == nullptr) error = clear(p.lost_keys, keys, stream);
   if (error == nullptr && p.deterministic && keys > 0 && queries > 0) {

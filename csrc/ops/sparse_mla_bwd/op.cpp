@@ -54,6 +54,9 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   Tensor dq = empty({batch, seq_q, heads, d_qk}, ScalarType::BFloat16, device_index);
   Tensor dkv = empty({batch, seq_kv, groups, d_qk}, ScalarType::BFloat16, device_index);
   Tensor d_sink = empty({attn_sink ? heads : 0}, ScalarType::Float, device_index);
+  const int64_t items = batch * seq_q * groups * ((heads / groups + kBlockHeads - 1) / kBlockHeads);
+  const Plan plan = plan_items(items, static_cast<int>(indices.size(3)), device.num_sms);
+  Tensor dq_parts = empty({items - plan.whole, plan.parts, kBlockHeads, d_qk}, ScalarType::Float, device_index);
   Tensor sink_terms = empty({attn_sink ? batch * seq_q * heads : 0}, ScalarType::Float, device_index);
   // dkv is summed in fp32, or in 64-bit fixed point, whose sums do not depend on the order of the additions.
   Tensor dkv_sum =
@@ -69,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   const int64_t addends = std::max<int64_t>(1, seq_q * ((heads / groups + kBlockHeads - 1) / kBlockHeads));
   const float addend_limit = std::ldexp(1.f, 62 - static_cast<int>(std::ceil(std::log2(static_cast<double>(addends)))));
   const int64_t sum_bytes = dkv_sum.numel() * static_cast<int64_t>(dkv_sum.element_size());
-  Tensor finished = empty({1}, ScalarType::Int, device_index);
+  Tensor steps = empty({1}, ScalarType::Int, device_index);
 
   const Params params{
       .dout = dout.data_ptr(),
@@ -84,8 +87,9 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
       .dq = dq.data_ptr(),
       .dkv = dkv.data_ptr(),
       .d_sink = static_cast<float*>(d_sink.data_ptr()),
+      .dq_parts = static_cast<float*>(dq_parts.data_ptr()),
       .sink_terms = static_cast<float*>(sink_terms.data_ptr()),
-      .finished = sum_bytes > kKeepInStep ? static_cast<int*>(finished.data_ptr()) : nullptr,
+      .steps = sum_bytes > kKeepInStep ? static_cast<int*>(steps.data_ptr()) : nullptr,
       .dkv_sum = dkv_sum.data_ptr(),
       .addend_bound = deterministic ? static_cast<float*>(addend_bound->data_ptr()) : nullptr,
       .key_sizes = deterministic ? static_cast<float*>(key_sizes->data_ptr()) : nullptr,
@@ -111,6 +115,8 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
       .topk = static_cast<int>(indices.size(3)),
       .d_qk = static_cast<int>(d_qk),
       .d_v = static_cast<int>(d_v),
+      .whole_items = static_cast<int>(plan.whole),
+      .parts = plan.parts,
       .device = device_index,
       .num_sms = device.num_sms,
       .deterministic = deterministic,

@@ -18,8 +18,9 @@ struct Params {
   void* dq;                // bf16 [batch, seq_q, heads, d_qk], contiguous
   void* dkv;               // bf16 [batch, seq_kv, groups, d_qk], contiguous
   float* d_sink;           // [heads] with a sink, else null
+  float* dq_parts;         // fp32 [items beyond whole_items, parts, kBlockHeads, d_qk]
   float* sink_terms;       // like lse with a sink, else null: what each row adds to d_sink
-  int* finished;           // [1]: number of CTAs that have, where waves of them keep in step, else null
+  int* steps;              // [1]: that all CTAs have taken, where waves of them keep in step, else null
   void* dkv_sum;           // fp32, or deterministic int64, like dkv: where the kernel adds; see sm90/scatter.cuh
 
   // Deterministic sums only, else null.
@@ -36,8 +37,9 @@ struct Params {
   int64_t attn_sink_stride;
 
   int batch, seq_q, seq_kv, heads, groups, topk, d_qk, d_v;
-  int device;   // index of the one that runs the kernels
-  int num_sms;  // of that device
+  int whole_items, parts;  // from plan_items
+  int device;              // index of the one that runs the kernels
+  int num_sms;             // of that device
 
   bool deterministic;
   bool prefetch_sums;  // of the next tile, where few are in L2

@@ -9,6 +9,7 @@
 #include "sm90/mbarrier.cuh"
 #include "sm90/mma.cuh"
 #include "sm90/scatter.cuh"
+#include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 
 namespace dsa::sparse_mla_bwd {
@@ -26,7 +27,9 @@ struct ItemPlace {
   const char* g_keys;
   int64_t first_sum;  // of key 0, among all sums
   int slots, id_end;  // slots and ids below these are visible
-  int tiles;
+  int tiles;          // at least one, perhaps without a visible key
+  HeadTile heads;     // of Q, dO and dQ
+  float* g_dq_part;   // where dQ of a part goes; null for a whole item
   // Of fixed-point sums: their units in 1, and key 0's mark.
   float sum_scale;
   unsigned char* lost_keys;
@@ -36,9 +39,9 @@ inline constexpr int kIdSlots = 4;
 
 template <Config kC>
 struct SharedStorage {
-  alignas(1024) Bf16 q[kBlockHeads * kC.d_qk];  // in the end dQ
+  alignas(1024) Bf16 q[kBlockHeads * kC.d_qk];
   alignas(1024) Bf16 dout[kBlockHeads * kC.d_v];
-  alignas(1024) Bf16 keys[kBlockK * kC.d_qk];
+  alignas(1024) Bf16 keys[kBlockK * kC.d_qk];  // in the end dQ
   alignas(1024) Bf16 probs[kBlockHeads * kBlockK];
   alignas(1024) Bf16 dscores[kBlockHeads * kBlockK];
   // Of the keys of a tile, -1 for none; one copy for each gradient warpgroup. Who still adds up tile j while others are
@@ -51,13 +54,22 @@ struct SharedStorage {
   static __device__ __forceinline__ Bf16* chunk(Bf16* first, int chunk) { return first + chunk * kChunkElements; }
 };
 
-// One query's heads of one group, at most 64 of them.
+// One query's heads of one group, at most 64 of them; with all of its keys, or a part.
 struct Item {
   int head_block, group, s, b;
-  int slots, id_end;  // slots and ids below these are visible
-  int tiles;
+  int id_end;                    // ids below are visible
+  int first_slot, slots, tiles;  // of this part; tiles >= 1
+  int64_t dq_part;               // its place in dq_parts; -1 for a whole item
 
-  __device__ __forceinline__ Item(const Params& p, int index) {
+  __device__ __forceinline__ Item(const Params& p, int block) {
+    int index = block, part = 0, parts = 1;
+    dq_part = -1;
+    if (block >= p.whole_items) {
+      dq_part = block - p.whole_items;
+      parts = p.parts;
+      part = static_cast<int>(dq_part) % parts;
+      index = p.whole_items + static_cast<int>(dq_part) / parts;
+    }
     const int head_blocks = (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads;
     head_block = index % head_blocks;
     index /= head_blocks;
@@ -65,20 +77,26 @@ struct Item {
     index /= p.groups;
     s = index % p.seq_q;
     b = index / p.seq_q;
-    slots = used_slots(
+    const int all_slots = used_slots(
         p.topk, p.topk_length ? p.topk_length + b * p.topk_length_stride_b + s * p.topk_length_stride_s : nullptr);
     id_end = visible_end(p.seq_kv, p.causal, p.q_start, p.positions_per_key, s);
-    tiles = id_end > 0 ? (slots + kBlockK - 1) / kBlockK : 0;
+    const int all_tiles = id_end > 0 ? (all_slots + kBlockK - 1) / kBlockK : 0;
+    const int first_tile = all_tiles * part / parts, end_tile = all_tiles * (part + 1) / parts;
+    first_slot = first_tile * kBlockK;
+    slots = min(end_tile * kBlockK, all_slots) - first_slot;
+    tiles = max(1, end_tile - first_tile);
   }
 
   __device__ __forceinline__ ItemPlace place(const Params& p) const {
     const int64_t first_key = static_cast<int64_t>(b) * p.seq_kv * p.groups + group;
-    return {p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g,
+    return {p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g + first_slot,
             reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + b * p.kv_stride_b + group * p.kv_stride_g),
             first_key * p.d_qk,
             slots,
             id_end,
             tiles,
+            {0, head_block * kBlockHeads, group, s, b},
+            dq_part < 0 ? nullptr : p.dq_parts + dq_part * kBlockHeads * p.d_qk,
             p.deterministic ? fixed_point_scale(*p.addend_bound, p.addend_limit) : 1.f,
             p.lost_keys + first_key};
   }
