@@ -215,11 +215,11 @@ def test_plan_splits_fills_the_chip(host_functions: ModuleType) -> None:
 def test_plan_items(host_functions: ModuleType, items: int, topk: int, num_sms: int) -> None:
     whole, parts = host_functions.sparse_mla_bwd.plan_items(items, topk, num_sms)
     split = items - whole
-    assert parts >= 1 and split >= 0
+    assert parts >= 1
     if parts == 1:
         assert split == 0
     else:
-        assert whole % num_sms == 0 and split > 0, "only what the last wave would leave idle is split"
+        assert 0 < split == items % num_sms, "only what the last wave would leave idle is split"
         assert split * parts <= num_sms, "the parts must run at once"
         assert parts * host_functions.sparse_mla_fwd.block_k <= topk, "a part without keys"
 
