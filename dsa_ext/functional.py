@@ -93,7 +93,7 @@ def sparse_mla(
         sink. Both are differentiable with respect to q, kv and attn_sink (once).
 
     The forward is bitwise repeatable; so are the gradients under torch.use_deterministic_algorithms(True), which takes
-    them about twice the time, while else the last bits of kv's gradient depend on the order of additions. Nothing
+    them about 1.3 times the time, while else the last bits of kv's gradient depend on the order of additions. Nothing
     synchronises with the host, and everything may be captured in a CUDA graph. Gradients are fastest where ids ascend
     along each row of `indices`.
 

@@ -135,11 +135,11 @@ def test_bad_build_mode() -> None:
 #: Of each operator: the main kernel's name, its instances for one config, and the other kernels' names.
 KERNELS = {
     "sparse_mla_fwd": ("sparse_mla_fwd_kernel", 1, ["combine_kernel"]),
-    # For sums in fp32 and in fixed point.
+    # That adds to sums, and that stores rows.
     "sparse_mla_bwd": (
         "sparse_mla_bwd_kernel",
         2,
-        ["bound_kernel", "cast_kernel", "cast_kernel", "combine_kernel", "key_sizes_kernel", "sink_kernel"],
+        ["cast_kernel", "combine_kernel", "sink_kernel", "sum_rows_kernel"],
     ),
 }
 
@@ -222,6 +222,18 @@ def test_plan_items(host_functions: ModuleType, items: int, topk: int, num_sms: 
         assert 0 < split == items % num_sms, "only what the last wave would leave idle is split"
         assert split * parts <= num_sms, "the parts must run at once"
         assert parts * host_functions.sparse_mla_fwd.block_k <= topk, "a part without keys"
+
+
+@given(items=st.integers(1, 2**10), topk=st.integers(1, 2**20), num_sms=st.integers(1, 200))
+def test_queries_at_once(host_functions: ModuleType, items: int, topk: int, num_sms: int) -> None:
+    queries = host_functions.sparse_mla_bwd.queries_at_once(items, topk, 576, num_sms)
+    assert queries == 1 or queries * items * topk * 576 * 2 <= 2**30
+
+
+def test_queries_at_once_fill_waves(host_functions: ModuleType) -> None:
+    queries_at_once = host_functions.sparse_mla_bwd.queries_at_once
+    assert queries_at_once(1, 2048, 576, 132) == 3 * 132
+    assert queries_at_once(2, 2048, 576, 132) == 3 * 132 // 2
 
 
 def test_plan_items_fills_the_chip(host_functions: ModuleType) -> None:

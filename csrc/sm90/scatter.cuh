@@ -1,26 +1,28 @@
-// Adding fp32 accumulators of wgmma to rows of sums in global memory.
+// Writing a warp's fp32 accumulators of wgmma, 16 rows, to rows in global memory: added to fp32 sums, or stored in
+// bf16.
 //
-// Sums are fp32; or 64-bit integers, where the result must not depend on the order of the additions. A thread holds
-// four values of its row in each 16 columns: columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, t = lane % 4. Neighbouring
-// quads of lanes swap halves of 32 columns, so that eight lanes together add to one row: L2 takes whole lines at a
-// higher rate than parts of them. The sums keep their columns in the order in which that happens; who reads them puts
-// them back.
+// A thread holds four values of its row in each 16 columns: columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, t = lane % 4.
+// Rows keep their columns, 32 at a time, in the order in which they are written fastest; who reads them puts them back.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
-namespace dsa::sm90 {
+#include "matrix_copy.cuh"
 
-using FixedPoint = unsigned long long;  // two's complement
+namespace dsa::sm90 {
 
 inline constexpr int kScatterColumns = 32;
 
 // The place, among its 32 columns, of the sum of column `column` (0..31).
-template <class Sum>
-__device__ __forceinline__ constexpr int scattered_place(int column) {
+__device__ __forceinline__ constexpr int summed_place(int column) {
   const int quad = column / 16, half = column % 16 / 8, t = column % 8 / 2, odd = column % 2;
-  return sizeof(Sum) == sizeof(float) ? quad * 16 + t * 4 + half * 2 + odd : odd * 16 + half * 8 + quad * 4 + t;
+  return quad * 16 + t * 4 + half * 2 + odd;
+}
+
+// The column, among its 32, of the stored value at place `place` (0..31).
+__device__ __forceinline__ constexpr int stored_column(int place) {
+  const int t = place / 8, eight = place % 8 / 2, odd = place % 2;
+  return eight * 8 + t * 2 + odd;
 }
 
 // cp.async.bulk.prefetch.L2: `bytes` is a multiple of 16
@@ -40,70 +42,57 @@ __device__ __forceinline__ void add_to_global(float* g_sum, bool wanted, float a
       : "memory");
 }
 
-// red.global.add.u64, where `wanted`
-__device__ __forceinline__ void add_to_global(FixedPoint* g_sum, bool wanted, FixedPoint value) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.s32 wanted, %1, 0;\n"
-      "@wanted red.global.add.u64 [%0], %2;\n"
-      "}\n" ::"l"(g_sum),
-      "r"(static_cast<int>(wanted)), "l"(value)
-      : "memory");
-}
-
-// The largest power of two that brings values up to `bound` below `limit`.
-__device__ __forceinline__ float fixed_point_scale(float bound, float limit) {
-  return bound > 0.f ? exp2f(fminf(fmaxf(floorf(log2f(limit) - log2f(bound)), -100.f), 100.f)) : 1.f;
-}
-
-// Lanes whose numbers differ in kLanes swap: of the accumulators whose indices differ in kBit, the first stay with the
-// lower lane and come to it, the second with the higher one.
-template <int kBit, int kLanes, class Accumulator>
-__device__ __forceinline__ void swap_halves(Accumulator& r_sum, int lane) {
-  const bool higher = lane & kLanes;
+// Neighbouring quads of lanes swap: of the accumulators of two groups of 16 columns, the first come to the lower quad,
+// the second to the higher one.
+template <class Accumulator>
+__device__ __forceinline__ void swap_quads(Accumulator& r_sum, int lane) {
+  const bool higher = lane & 4;
 #pragma unroll
   for (int i = 0; i < r_sum.size(); ++i) {
-    if (i & kBit) continue;
-    const float swapped = __shfl_xor_sync(~0u, higher ? r_sum(i) : r_sum(i + kBit), kLanes);
+    if (i & 8) continue;
+    const float swapped = __shfl_xor_sync(~0u, higher ? r_sum(i) : r_sum(i + 8), 4);
     r_sum(i) = higher ? swapped : r_sum(i);
-    r_sum(i + kBit) = higher ? r_sum(i + kBit) : swapped;
+    r_sum(i + 8) = higher ? r_sum(i + 8) : swapped;
   }
 }
 
-// The rows of one warp's accumulators that its neighbouring quads of lanes hold between them: two, or four with
-// fixed-point sums.
-template <class Sum>
-struct SumRows {
-  static constexpr bool kFixedPoint = sizeof(Sum) != sizeof(float);
-  static constexpr int kRows = kFixedPoint ? 4 : 2, kLanes = 4 * kRows;
-  const int* warp_ids;  // -1 for none
-
-  // Adds 16 rows to the columns from g_first on; row `id` begins id * stride further.
-  template <class Accumulator>
-  __device__ __forceinline__ void add(Sum* g_first, uint32_t stride, Accumulator& r_sum, int lane) const {
-    swap_halves<8, 4>(r_sum, lane);
-    if constexpr (kFixedPoint) swap_halves<4, 8>(r_sum, lane);
-    g_first += lane % kLanes * (kFixedPoint ? 1 : 4);
+// Adds to the columns from g_first on; row `id` begins id * stride further, and `warp_ids` are the rows' ids, -1 for
+// none. Two quads of lanes share their rows, so that together they add to whole lines of a row: L2 takes those at a
+// higher rate than parts of lines.
+template <class Accumulator>
+__device__ __forceinline__ void add_rows(float* g_first, uint32_t stride, const int* warp_ids, Accumulator& r_sum,
+                                         int lane) {
+  swap_quads(r_sum, lane);
+  g_first += lane % 8 * 4;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        const int id = warp_ids[lane / kLanes * kRows + row + 8 * r];
-        Sum* g_row = g_first + static_cast<int64_t>(id) * stride;
+    for (int quad = 0; quad < 2; ++quad) {
+      const int id = warp_ids[lane / 8 * 2 + quad + 8 * r];
+      float* g_row = g_first + static_cast<int64_t>(id) * stride;
 #pragma unroll
-        for (int i = 2 * r + row % 2 * 8 + row / 2 * 4; i < r_sum.size(); i += 16) {
-          Sum* g_sum = g_row + i / 16 * kScatterColumns;
-          if constexpr (kFixedPoint) {
-            add_to_global(g_sum, id >= 0, static_cast<FixedPoint>(__float2ll_rn(r_sum(i))));
-            add_to_global(g_sum + 16, id >= 0, static_cast<FixedPoint>(__float2ll_rn(r_sum(i + 1))));
-          } else {
-            add_to_global(g_sum, id >= 0, r_sum(i), r_sum(i + 1), r_sum(i + 4), r_sum(i + 5));
-          }
-        }
+      for (int i = 2 * r + quad * 8; i < r_sum.size(); i += 16) {
+        add_to_global(g_row + i / 16 * kScatterColumns, id >= 0, r_sum(i), r_sum(i + 1), r_sum(i + 4), r_sum(i + 5));
       }
     }
   }
-};
+}
+
+// Stores, rounded, to the columns from g_first on of consecutive rows, but for those whose id is -1.
+template <class Row, class Accumulator>
+__device__ __forceinline__ void store_rows(Row* g_first, int stride, const int* warp_ids, const Accumulator& r_row,
+                                           int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = lane / 4 + 8 * r;
+    if (warp_ids[row] < 0) continue;
+    uint4* g_pieces = reinterpret_cast<uint4*>(g_first + row * stride) + lane % 4;
+#pragma unroll
+    for (int i = 2 * r; i < r_row.size(); i += 16) {
+      g_pieces[i / 16 * 4] = {pack_bf16(r_row(i), r_row(i + 1)), pack_bf16(r_row(i + 4), r_row(i + 5)),
+                              pack_bf16(r_row(i + 8), r_row(i + 9)), pack_bf16(r_row(i + 12), r_row(i + 13))};
+    }
+  }
+}
 
 }  // namespace dsa::sm90

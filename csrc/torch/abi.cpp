@@ -80,9 +80,9 @@ void check_tensor(const char* op, const char* name, const Tensor& tensor, Scalar
                   std::initializer_list<Dim> dims) {
   DSA_CHECK(tensor.scalar_type() == dtype && tensor.dim() == static_cast<int64_t>(dims.size()), op, ": ", name,
             " must be ", dtype_name(dtype), " ", expected_shape(dims, false), ", got ", describe(tensor));
-  int64_t i = 0;
+  const int64_t* sizes = tensor.sizes().data();
   for (const Dim& dim : dims) {
-    const int64_t size = tensor.size(i++);
+    const int64_t size = *sizes++;
     DSA_CHECK(dim.size == Dim::kAny || size == dim.size, op, ": ", name, " must be ", dtype_name(dtype), " ",
               expected_shape(dims, true), ", got ", describe(tensor));
     DSA_CHECK(size <= INT32_MAX, op, ": ", name, " must have sizes below 2^31, got ", describe(tensor));
@@ -98,10 +98,11 @@ void check_last_stride(const char* op, const char* name, const Tensor& tensor) {
 void check_rows_aligned(const char* op, const char* name, const Tensor& tensor) {
   check_last_stride(op, name, tensor);
   const int64_t elements = kRowAlignment / static_cast<int64_t>(tensor.element_size());
-  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) {
-    DSA_CHECK(tensor.size(i) <= 1 || tensor.stride(i) % elements == 0, op, ": ", name,
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  for (size_t i = 0; i + 1 < sizes.size(); ++i) {
+    DSA_CHECK(sizes[i] <= 1 || strides[i] % elements == 0, op, ": ", name,
               " must have rows that start 16-byte aligned: strides in multiples of ", elements,
-              " elements, got stride ", tensor.stride(i), " in dimension ", i);
+              " elements, got stride ", strides[i], " in dimension ", i);
   }
   const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   DSA_CHECK(address % kRowAlignment == 0, op, ": ", name, " must start 16-byte aligned, got an address that is ",

@@ -8,6 +8,12 @@ namespace {
 constexpr int64_t kMaxHeadsPerGroup = 128;
 constexpr int64_t kValueColumns = 512;
 
+// The stride of dimension `dim` of q or kv, for tensor maps: they want multiples of 16 bytes, while views leave
+// anything in a dimension of one element, whose stride is never used to step.
+int64_t row_stride(const int64_t* sizes, const int64_t* strides, int dim) {
+  return sizes[dim] > 1 ? strides[dim] : sizes[3];
+}
+
 }  // namespace
 
 void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tensor& indices, const Options& options) {
@@ -53,12 +59,46 @@ Device hopper_device(const char* op, const Tensor& q) {
   return device;
 }
 
-int64_t row_stride(const Tensor& tensor, int64_t dim) {
-  return tensor.size(dim) > 1 ? tensor.stride(dim) : tensor.size(3);
-}
-
-float score_scale(const Options& options, int64_t d_qk) {
-  return static_cast<float>(options.sm_scale ? *options.sm_scale : 1.0 / std::sqrt(static_cast<double>(d_qk)));
+Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, const Options& options,
+                   const Device& device, int device_index) {
+  const auto& [sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink] = options;
+  const int64_t *q_sizes = q.sizes().data(), *q_strides = q.strides().data();
+  const int64_t *kv_sizes = kv.sizes().data(), *kv_strides = kv.strides().data();
+  const int64_t* indices_strides = indices.strides().data();
+  const int64_t d_qk = q_sizes[3];
+  return {
+      .q = q.data_ptr(),
+      .kv = kv.data_ptr(),
+      .indices = static_cast<const int*>(indices.data_ptr()),
+      .topk_length = topk_length ? static_cast<const int*>(topk_length->data_ptr()) : nullptr,
+      .attn_sink = attn_sink ? static_cast<const float*>(attn_sink->data_ptr()) : nullptr,
+      .q_stride_b = row_stride(q_sizes, q_strides, 0),
+      .q_stride_s = row_stride(q_sizes, q_strides, 1),
+      .q_stride_h = row_stride(q_sizes, q_strides, 2),
+      .kv_stride_b = row_stride(kv_sizes, kv_strides, 0),
+      .kv_stride_s = row_stride(kv_sizes, kv_strides, 1),
+      .kv_stride_g = row_stride(kv_sizes, kv_strides, 2),
+      .indices_stride_b = indices_strides[0],
+      .indices_stride_s = indices_strides[1],
+      .indices_stride_g = indices_strides[2],
+      .topk_length_stride_b = topk_length ? topk_length->stride(0) : 0,
+      .topk_length_stride_s = topk_length ? topk_length->stride(1) : 0,
+      .attn_sink_stride = attn_sink ? attn_sink->stride(0) : 0,
+      .batch = static_cast<int>(q_sizes[0]),
+      .seq_q = static_cast<int>(q_sizes[1]),
+      .seq_kv = static_cast<int>(kv_sizes[1]),
+      .heads = static_cast<int>(q_sizes[2]),
+      .groups = static_cast<int>(kv_sizes[2]),
+      .topk = static_cast<int>(indices.size(3)),
+      .d_qk = static_cast<int>(d_qk),
+      .d_v = static_cast<int>(d_v),
+      .device = device_index,
+      .num_sms = device.num_sms,
+      .causal = causal,
+      .q_start = q_start,
+      .positions_per_key = kv_stride,
+      .sm_scale = static_cast<float>(sm_scale ? *sm_scale : 1.0 / std::sqrt(static_cast<double>(d_qk))),
+  };
 }
 
 }  // namespace dsa::sparse_mla

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "ops/sparse_mla/params.h"
 #include "torch/abi.h"
 
 namespace dsa::sparse_mla {
@@ -22,11 +23,8 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
 // The device that q is on, which must be a Hopper GPU.
 Device hopper_device(const char* op, const Tensor& q);
 
-// The stride of dimension `dim` of q or kv, for tensor maps: they want multiples of 16 bytes, while views leave
-// anything in a dimension of one element, whose stride is never used to step.
-int64_t row_stride(const Tensor& tensor, int64_t dim);
-
-// sm_scale, by default 1 / sqrt(d_qk).
-float score_scale(const Options& options, int64_t d_qk);
+// What the kernels are told of them. `device_index` is that of `device`, which q is on.
+Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, const Options& options,
+                   const Device& device, int device_index);
 
 }  // namespace dsa::sparse_mla

@@ -9,6 +9,9 @@ namespace dsa::sparse_mla_bwd {
 inline constexpr int kBlockK = 64;      // keys in one tile
 inline constexpr int kBlockHeads = 64;  // heads in one CTA
 
+// Items that a group's heads make.
+constexpr int head_blocks(int heads, int groups) { return (heads / groups + kBlockHeads - 1) / kBlockHeads; }
+
 enum Role { kFrontRole, kBackRole, kScoreRole };
 
 // The first d_v columns of dkv that one role computes, `step` at a time. The front role has the others too.
@@ -45,13 +48,13 @@ constexpr Plan plan_items(int64_t items, int topk, int num_sms) {
   return parts > 1 ? Plan{items - rest, parts} : Plan{items, 1};
 }
 
-// CTAs keep in step every so many tiles: with 64-bit sums often, with fp32 only when they start.
-template <class Sum>
-inline constexpr int kTilesOfStep = sizeof(Sum) == sizeof(float) ? 1 << 20 : 2;
+// Queries of one launch of a deterministic call. Their rows of dkv take at most this much room, but for a single query
+// that takes more; and where it is many items, they fill waves of CTAs.
+inline constexpr int64_t kRowBytes = int64_t{1} << 30;
 
-template <class Sum>
-constexpr int steps_of_cta(int topk) {
-  return (topk + kBlockK * kTilesOfStep<Sum> - 1) / (kBlockK * kTilesOfStep<Sum>);
+constexpr int64_t queries_at_once(int64_t items_of_query, int topk, int d_qk, int num_sms) {
+  const int64_t items = kRowBytes / (int64_t{topk} * d_qk * 2);
+  return std::max<int64_t>(1, (items - (items > num_sms ? items % num_sms : 0)) / items_of_query);
 }
 
 constexpr bool has_tail(const Config& c) { return c.d_qk > c.d_v; }

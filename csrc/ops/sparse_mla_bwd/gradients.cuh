@@ -9,13 +9,12 @@
 
 namespace dsa::sparse_mla_bwd {
 
-template <Config kC, bool kBack, class Sum>
+template <Config kC, bool kBack, bool kDeterministic>
 __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& dq_map,
                                            int thread) {
   using namespace cute;
   constexpr int kFirst = kBack ? kHalfChunks : 0, kBarrier = kBack ? kBackBarrier : kFrontBarrier;
-  constexpr bool kTail = !kBack && has_tail(kC);  // of dQ and of the gather; the back warpgroup has the tail of dkv
-  constexpr bool kFixedPoint = sizeof(Sum) != sizeof(float);
+  constexpr bool kTail = !kBack && has_tail(kC);
   uint64_t* const full = kBack ? &shared.back_full : &shared.front_full;
   const auto chunk = [&](Bf16* first, int i) { return SharedStorage<kC>::chunk(first, i); };
 
@@ -57,21 +56,12 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     arrive_after_copies(full);
   };
 
-  // Of two tiles, 64-bit sums do not fit in L2; fp32 ones are better prefetched a tile ahead.
   const auto prefetch_sums = [&](int j) {
-    if (kBack || !p.prefetch_sums || thread >= kBlockK) return;
+    if (kBack || kDeterministic || !p.prefetch_sums || thread >= kBlockK) return;
     const int id = ids[j % kIdSlots][thread];
-    const Sum* g_sums = static_cast<const Sum*>(p.dkv_sum) + shared.place.first_sum;
-    if (id >= 0) prefetch_to_l2(g_sums + int64_t{id} * (p.groups * kC.d_qk), kC.d_qk * sizeof(Sum));
+    if (id >= 0) prefetch_to_l2(shared.place.g_sums + int64_t{id} * (p.groups * kC.d_qk), kC.d_qk * sizeof(float));
   };
   const auto store_dq = [&] {
-    if constexpr (kFixedPoint) {  // dS counted in units of the sums
-      const float unit = 1.f / shared.place.sum_scale;
-#pragma unroll
-      for (int i = 0; i < size(r_dq); ++i) r_dq(i) *= unit;
-#pragma unroll
-      for (int i = 0; i < size(r_dq_tail); ++i) r_dq_tail(i) *= unit;
-    }
     if (float* g_part = shared.place.g_dq_part) {
       store_accumulators_to_global(g_part + kFirst * kChunkColumns, kC.d_qk, r_dq, recomputed(thread));
       if constexpr (kTail) store_accumulators_to_global(g_part + kC.d_v, kC.d_qk, r_dq_tail, recomputed(thread));
@@ -105,7 +95,6 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   for (int j = 0; !last; ++j) {
     const uint32_t parity = j % 2;
     last = j + 1 == shared.place.tiles;
-    if (kFixedPoint) prefetch_sums(j);
     wait(&shared.probs_written, parity);
     int later_id;  // loaded where no additions delay it
     const int later_slot = (j + 2) * kBlockK + thread % kBlockK;
@@ -130,7 +119,6 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     } else {
       later_id = id_of_slot(later_slot);
     }
-    if (!kBack && thread == 0 && p.steps != nullptr && (j + 1) % kTilesOfStep<Sum> == 0) atomicAdd(p.steps, 1);
     sync_warpgroup<kBarrier>();
     if (last) {
       store_dq();
@@ -138,17 +126,15 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
       feed(j + 1);
     }
     if (thread < kBlockK) ids[(j + 2) % kIdSlots][thread] = later_id;
-    if (!kFixedPoint) prefetch_sums(j + 1);
+    prefetch_sums(j + 1);
     if (!skip) {
-      add_key_gradients<kC, kBack ? kBackRole : kFrontRole, Sum>(shared, p, ids[j % kIdSlots], thread);
+      add_key_gradients<kC, kBack ? kBackRole : kFrontRole, kDeterministic>(shared, p, j, thread);
     } else {
       arrive(&shared.probs_read);
     }
   }
 
-  if (!kBack && thread == 0 && p.steps != nullptr) {
-    atomicAdd(p.steps, steps_of_cta<Sum>(p.topk) - shared.place.tiles / kTilesOfStep<Sum>);
-  }
+  if (!kBack && thread == 0 && p.finished != nullptr) atomicAdd(p.finished, 1);
   if (thread == 0) tma_store_wait_read();
 }
 

@@ -6,12 +6,9 @@
 
 namespace dsa::sparse_mla_bwd {
 
-// dkv += P^T dO + dS^T Q for one tile and the columns of one role; `ids` are those of the tile's keys, -1 for none.
-// Arrives at probs_read as soon as P and dS are read. Sums are fp32, or fixed-point where they must not depend on the
-// order of additions.
-template <Config kC, int kRole, class Sum>
-__device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, const Params& p, const int (&ids)[kBlockK],
-                                                  int thread) {
+// dkv += P^T dO + dS^T Q for tile j and the columns of one role. Arrives at probs_read as soon as P and dS are read.
+template <Config kC, int kRole, bool kDeterministic>
+__device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, const Params& p, int j, int thread) {
   using namespace cute;
   constexpr KeyColumns kShare = kC.key_columns[kRole];
   constexpr int kValueSteps = (kShare.end - kShare.begin) / kShare.step;
@@ -25,8 +22,9 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
   Tensor r_ds = mma.get_slice(thread).partition_fragment_A(s_ds);
   Tensor r_dkv = partition_fragment_C(mma, Shape<_64, Int<kShare.step>>{});
 
-  const SumRows<Sum> rows{ids + thread / kWarpThreads * 16};
-  Sum* g_sums = static_cast<Sum*>(p.dkv_sum) + shared.place.first_sum;
+  const int* warp_ids = shared.ids[kRole == kBackRole][j % kIdSlots] + thread / kWarpThreads * 16;
+  float* g_sums = shared.place.g_sums;
+  Bf16* g_rows = shared.place.g_rows + (j * kBlockK + thread / kWarpThreads * 16) * kC.d_qk;
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
     const int column = i < kValueSteps ? kShare.begin + i * kShare.step : kC.d_v + (i - kValueSteps) * kShare.step;
@@ -54,7 +52,11 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
     warpgroup_wait<0>();
     warpgroup_fence_operand(r_dkv);
     if (i + 1 == kSteps) arrive(&shared.probs_read);
-    rows.add(g_sums + column, p.groups * kC.d_qk, r_dkv, lane);
+    if constexpr (kDeterministic) {
+      store_rows(g_rows + column, kC.d_qk, warp_ids, r_dkv, lane);
+    } else {
+      add_rows(g_sums + column, p.groups * kC.d_qk, warp_ids, r_dkv, lane);
+    }
   }
 }
 

@@ -1,5 +1,6 @@
-// Chooses the configuration and launches: the main kernel, then what finishes its sums.
-#include "bound.cuh"
+// Launches: the main kernel for some or all queries, and what finishes its sums.
+#include <algorithm>
+
 #include "finish.cuh"
 #include "kernel.cuh"
 #include "params.h"
@@ -11,8 +12,8 @@ namespace {
 
 unsigned blocks_of(int64_t items, int per_block) { return unsigned((items + per_block - 1) / per_block); }
 
-template <int kConfig, class Sum>
-const char* launch_main(const Params& p, cudaStream_t stream) {
+template <int kConfig, bool kDeterministic>
+const char* launch_main(const Params& p, int split_items, cudaStream_t stream) {
   const int group_heads = p.heads / p.groups;
   const auto contiguous = [&](void* data, int columns) {
     const int64_t row = int64_t(p.heads) * columns;
@@ -29,10 +30,21 @@ const char* launch_main(const Params& p, cudaStream_t stream) {
   if (!encode_head_tensor(&dq_map, contiguous(p.dq, p.d_qk))) return "no tensor map for dq";
   constexpr int kBytes = sizeof(SharedStorage<kConfigs[kConfig]>);
   static_assert(kBytes <= kMaxSharedBytes);
-  const int head_blocks = (group_heads + kBlockHeads - 1) / kBlockHeads;
-  const int split_items = p.batch * p.seq_q * p.groups * head_blocks - p.whole_items;
-  const char* error = launch_kernel<sparse_mla_bwd_kernel<kConfig, Sum>>(
+  return launch_kernel<sparse_mla_bwd_kernel<kConfig, kDeterministic>>(
       p.device, unsigned(p.whole_items + split_items * p.parts), kThreads, kBytes, stream, p, q_map, dout_map, dq_map);
+}
+
+// dq of `queries` queries from `first_query` on, and what they add to dkv or, in a deterministic call, its rows.
+template <bool kDeterministic>
+const char* launch_queries(Params& p, int64_t first_query, int64_t queries, cudaStream_t stream) {
+  const int64_t items_of_query = int64_t(p.groups) * head_blocks(p.heads, p.groups);
+  const Plan plan = plan_items(queries * items_of_query, p.topk, p.num_sms);
+  p.first_item = int(first_query * items_of_query);
+  p.whole_items = int(plan.whole);
+  p.parts = plan.parts;
+  const int split_items = int(queries * items_of_query - plan.whole);
+  const char* error = p.d_qk == 576 ? launch_main<0, kDeterministic>(p, split_items, stream)
+                                    : launch_main<1, kDeterministic>(p, split_items, stream);
   if (error == nullptr && split_items > 0) {
     const int pairs = split_items * kBlockHeads * p.d_qk / 2;
     error = launch_kernel<combine_kernel>(p.device, blocks_of(pairs, kCombineThreads), kCombineThreads, 0, stream, p,
@@ -47,40 +59,46 @@ const char* clear(void* data, int64_t bytes, cudaStream_t stream) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-template <class Sum>
-const char* launch_all(const Params& p, cudaStream_t stream) {
-  const int64_t keys = int64_t(p.batch) * p.seq_kv * p.groups, sums = keys * p.d_qk;
-  const int64_t queries = p.heads > 0 ? int64_t(p.batch) * p.seq_q : 0;
-  const char* error = clear(p.dkv_sum, sums * sizeof(Sum), stream);
-  if (error == nullptr) error = clear(p.steps, sizeof(int), stream);
-  if (error == nullptr) error = clear(p.addend_bound, sizeof(float), stream);
-  if (error == nullptr) error = clear(p.lost_keys, keys, stream);
-  if (error == nullptr && p.deterministic && keys > 0 && queries > 0) {
-    error = launch_kernel<key_sizes_kernel>(p.device, blocks_of(keys, kBoundWarps), kBoundThreads, 0, stream, p, keys);
-    if (error == nullptr) {
-      error = launch_kernel<bound_kernel>(p.device, unsigned(queries * p.groups), kBoundThreads, 0, stream, p);
+// All queries at once add to sums of dkv, which are rounded in the end.
+const char* launch_adding(Params p, int64_t queries, int64_t keys, cudaStream_t stream) {
+  const int64_t sums = keys * p.d_qk, pieces = sums / kCastColumns;
+  const char* error = clear(p.dkv_sum, sums * sizeof(float), stream);
+  if (error == nullptr) error = clear(p.finished, sizeof(int), stream);
+  if (error == nullptr && queries > 0) error = launch_queries<false>(p, 0, queries, stream);
+  if (error == nullptr && pieces > 0) {
+    error = launch_kernel<cast_kernel>(p.device, blocks_of(pieces, kCastThreads), kCastThreads, 0, stream, p, pieces);
+  }
+  return error;
+}
+
+// As many queries as there is room for their rows, and the sums of these; then the next.
+const char* launch_deterministic(Params p, int64_t queries, int64_t keys, cudaStream_t stream) {
+  const char* error = queries == 0 ? clear(p.dkv, keys * p.d_qk * sizeof(Bf16), stream) : nullptr;
+  for (int64_t first = 0; error == nullptr && first < queries; first += p.queries_at_once) {
+    const int64_t taken = std::min(p.queries_at_once, queries - first);
+    error = launch_queries<true>(p, first, taken, stream);
+    if (error == nullptr && keys > 0) error = sort_slots(p, taken, stream);
+    if (error == nullptr && keys > 0) {
+      error = launch_kernel<sum_rows_kernel>(p.device, blocks_of(keys, kSumKeys), dim3(p.d_qk / kRowColumns, kSumKeys),
+                                             0, stream, p, keys, first == 0, first + taken == queries);
     }
-  }
-  if (error == nullptr && queries > 0) {
-    error = p.d_qk == 576 ? launch_main<0, Sum>(p, stream) : launch_main<1, Sum>(p, stream);
-  }
-  if (error == nullptr && p.attn_sink != nullptr) {
-    error =
-        launch_kernel<sink_kernel>(p.device, blocks_of(p.heads, kSinkHeads), dim3(kSinkHeads, kSinkRows), 0, stream, p);
-  }
-  if (error == nullptr && sums > 0) {
-    const int64_t pieces = sums / kCastColumns;
-    error =
-        launch_kernel<cast_kernel<Sum>>(p.device, blocks_of(pieces, kCastThreads), kCastThreads, 0, stream, p, pieces);
   }
   return error;
 }
 
 }  // namespace
 
-const char* launch(const Params& p, void* stream) {
-  const auto s = static_cast<cudaStream_t>(stream);
-  return p.deterministic ? launch_all<FixedPoint>(p, s) : launch_all<float>(p, s);
+const char* launch(const Params& p, void* s) {
+  const auto stream = static_cast<cudaStream_t>(s);
+  const int64_t keys = int64_t(p.batch) * p.seq_kv * p.groups;
+  const int64_t queries = p.heads > 0 ? int64_t(p.batch) * p.seq_q : 0;
+  const char* error =
+      p.deterministic ? launch_deterministic(p, queries, keys, stream) : launch_adding(p, queries, keys, stream);
+  if (error == nullptr && p.attn_sink != nullptr) {
+    error =
+        launch_kernel<sink_kernel>(p.device, blocks_of(p.heads, kSinkHeads), dim3(kSinkHeads, kSinkRows), 0, stream, p);
+  }
+  return error;
 }
 
 }  // namespace dsa::sparse_mla_bwd

@@ -1,8 +1,6 @@
 // The score warpgroup: P and dS of each tile.
 #pragma once
 
-#include <cfloat>
-
 #include "key_gradients.cuh"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
@@ -38,27 +36,26 @@ struct OutputRow {
 };
 
 // What the score warpgroup knows of one row, a head: P = 2^(S * scale * log2 e + base) and
-// dS = P * (dP * share * scale + offset); the value part of dkv takes P * share. All but `base` count in units of the
-// sums, and all is zero where there is no head.
+// dS = P * (dP * share * scale + offset); the value part of dkv takes P * share. All is zero where there is no head.
 struct RowFactors {
   float base = 0.f, share = 0.f, offset = 0.f;
 
   // Without sum(dO * O).
-  __device__ __forceinline__ RowFactors(const Params& p, const Item& item, int head, float unit) {
+  __device__ __forceinline__ RowFactors(const Params& p, const Item& item, int head) {
     if (head >= item.heads_left(p)) return;
     const int64_t row = item.first_row(p) + head;
     const float lse = p.lse[row];
     base = lse == -INFINITY ? -INFINITY : -lse * kLog2E;
     share = p.attn_sink == nullptr
-                ? unit
-                : unit * share_beside_sink(lse, p.attn_sink[(item.first_head(p) + head) * p.attn_sink_stride]);
-    offset = p.dlse != nullptr ? p.dlse[row] * p.sm_scale * unit : 0.f;
+                ? 1.f
+                : share_beside_sink(lse, p.attn_sink[(item.first_head(p) + head) * p.attn_sink_stride]);
+    offset = p.dlse != nullptr ? p.dlse[row] * p.sm_scale : 0.f;
   }
-  __device__ __forceinline__ void subtract_output_dot(const Params& p, const Item& item, int head, float unit,
-                                                      float dot, int lane) {
+  __device__ __forceinline__ void subtract_output_dot(const Params& p, const Item& item, int head, float dot,
+                                                      int lane) {
     if (head >= item.heads_left(p)) return;
     offset -= share * p.sm_scale * dot;
-    if (p.attn_sink != nullptr && lane % 4 == 0) p.sink_terms[item.first_row(p) + head] = (share / unit - 1.f) * dot;
+    if (p.attn_sink != nullptr && lane % 4 == 0) p.sink_terms[item.first_row(p) + head] = (share - 1.f) * dot;
   }
 };
 
@@ -95,61 +92,41 @@ __device__ __forceinline__ void load_inputs(SharedStorage<kC>& shared, const CUt
   arrive(&shared.inputs_full);
 }
 
-// Keeps CTAs that run together in step: a CTA starts when those of earlier waves have finished, but for one; and where
-// it takes steps, each waits until nearly all CTAs of its wave have taken as many. With ascending ids a wave then
-// sweeps through the keys as one, and the sums that it adds to stay in L2. Nothing but time depends on it, so who has
-// waited in vain for long waits no more.
-template <class Sum>
-struct Pace {
-  static constexpr int kPatience = 1 << 20;  // clocks
-  const volatile int* g_steps;               // that all CTAs have taken, or null
-  int first, width;                          // steps of earlier waves, CTAs of this one
-  bool patient = true;
+// Waits until the CTAs of earlier waves have finished, but for one. With ascending ids a wave then sweeps through the
+// keys as one, and what it reads and the sums that it adds to stay in L2. Nothing but time depends on it, so the wait
+// has an end.
+__device__ __forceinline__ void wait_for_earlier_waves(const Params& p) {
+  constexpr int kPatience = 1 << 20;  // clocks
+  const int enough = static_cast<int>(blockIdx.x) / p.num_sms * p.num_sms - 1;
+  const int64_t start = clock64();
+  while (*static_cast<const volatile int*>(p.finished) < enough && clock64() - start < kPatience) __nanosleep(100);
+}
 
-  __device__ __forceinline__ explicit Pace(const Params& p) : g_steps(p.steps) {
-    const int wave = blockIdx.x / p.num_sms;
-    first = wave * p.num_sms * steps_of_cta<Sum>(p.topk);
-    width = min(p.num_sms, static_cast<int>(gridDim.x) - wave * p.num_sms);
-  }
-  __device__ __forceinline__ void wait_for_step(int step) {
-    const int enough = first + (step == 0 ? -1 : step * width - width / 16);
-    const int64_t start = clock64();
-    while (patient && *g_steps < enough) {
-      __nanosleep(100);
-      patient = clock64() - start < kPatience;
-    }
-  }
-};
-
-template <Config kC, class Sum>
+template <Config kC, bool kDeterministic>
 __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, const Item& item,
                                       const CUtensorMap& q_map, const CUtensorMap& dout_map, int thread) {
   using namespace cute;
-  constexpr bool kFixedPoint = sizeof(Sum) != sizeof(float);
-  constexpr float kLargestProb = 1.01f;  // what the bound of fixed-point addends holds for
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, row = warp * 16 + lane / 4;
   if (thread == 0) load_inputs<kC>(shared, q_map, dout_map);
-  const float unit = kFixedPoint ? shared.place.sum_scale : 1.f;
-  RowFactors rows[2] = {{p, item, row, unit}, {p, item, row + 8, unit}};
+  RowFactors rows[2] = {{p, item, row}, {p, item, row + 8}};
   {
     const OutputRow<kC> out(p, item, row, lane);
     wait(&shared.inputs_full, 0);
-    rows[0].subtract_output_dot(p, item, row, unit, out.dot(shared, row, lane), lane);
+    rows[0].subtract_output_dot(p, item, row, out.dot(shared, row, lane), lane);
   }
   const OutputRow<kC> out(p, item, row + 8, lane);
-  rows[1].subtract_output_dot(p, item, row + 8, unit, out.dot(shared, row + 8, lane), lane);
-  Pace<Sum> pace(p);
+  rows[1].subtract_output_dot(p, item, row + 8, out.dot(shared, row + 8, lane), lane);
   const float scale_log2 = p.sm_scale * kLog2E;
 
   Tensor r_s = partition_fragment_C(ScoreMmaFromShared{}, Shape<_64, _64>{});
   Tensor r_dp = partition_fragment_C(ScoreMmaFromShared{}, Shape<_64, _64>{});
 
+  if (p.finished != nullptr) {
+    if (thread == 0) wait_for_earlier_waves(p);
+    sync_warpgroup<kScoreBarrier>();
+  }
   for (int j = 0; j < item.tiles; ++j) {
     const uint32_t parity = j % 2;
-    if (p.steps != nullptr && j % kTilesOfStep<Sum> == 0) {
-      if (thread == 0) pace.wait_for_step(j / kTilesOfStep<Sum>);
-      sync_warpgroup<kScoreBarrier>();
-    }
     wait(&shared.front_full, parity);
     wait(&shared.back_full, parity);
     if (any_visible(shared.visible[parity])) {
@@ -167,12 +144,10 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       for (int i = 0; i < size(r_s); ++i) r_s(i) = exp2_fast(fmaf(r_s(i), scale_log2, rows[i / 2 % 2].base));
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_dp);
-      bool fits = true;
 #pragma unroll
       for (int i = 0; i < size(r_s); ++i) {
         const RowFactors& row = rows[i / 2 % 2];
         r_dp(i) = r_s(i) * fmaf(r_dp(i) * row.share, p.sm_scale, row.offset);
-        if constexpr (kFixedPoint) fits &= r_s(i) <= kLargestProb && fabsf(r_dp(i)) <= FLT_MAX;
         r_s(i) *= row.share;
       }
       const VisibleColumns visible(shared.visible[parity], lane);
@@ -182,22 +157,13 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
           if (!visible[i]) r_s(i) = r_dp(i) = 0.f;
         }
       }
-      // Fixed-point sums cannot become infinite or NaN, so their keys are marked.
-      if (kFixedPoint && !fits) {
-#pragma unroll
-        for (int i = 0; i < size(r_s); ++i) {
-          const int id = shared.ids[0][j % kIdSlots][i / 4 * 8 + lane % 4 * 2 + i % 2];
-          const bool fits_here = r_s(i) <= kLargestProb * rows[i / 2 % 2].share && fabsf(r_dp(i)) <= FLT_MAX;
-          if (id >= 0 && !fits_here) shared.place.lost_keys[int64_t{id} * p.groups] = 1;
-        }
-      }
       wait(&shared.probs_read, parity ^ 1);
       store_accumulators<kBlockK>(shared_address(shared.probs), r_s, thread);
       store_accumulators<kBlockK>(shared_address(shared.dscores), r_dp, thread);
       fence_async_proxy();
       arrive(&shared.probs_written);
       wait(&shared.probs_written, parity);
-      add_key_gradients<kC, kScoreRole, Sum>(shared, p, shared.ids[0][j % kIdSlots], thread);
+      add_key_gradients<kC, kScoreRole, kDeterministic>(shared, p, j, thread);
     } else {
       wait(&shared.probs_read, parity ^ 1);
       arrive(&shared.probs_written);

@@ -25,14 +25,12 @@ inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  //
 struct ItemPlace {
   const int* g_ids;
   const char* g_keys;
-  int64_t first_sum;  // of key 0, among all sums
+  float* g_sums;      // of key 0; or where slots are stored one by one
+  Bf16* g_rows;       // of slot 0
   int slots, id_end;  // slots and ids below these are visible
   int tiles;          // at least one, perhaps without a visible key
   HeadTile heads;     // of Q, dO and dQ
   float* g_dq_part;   // where dQ of a part goes; null for a whole item
-  // Of fixed-point sums: their units in 1, and key 0's mark.
-  float sum_scale;
-  unsigned char* lost_keys;
 };
 
 inline constexpr int kIdSlots = 4;
@@ -60,6 +58,7 @@ struct Item {
   int id_end;                    // ids below are visible
   int first_slot, slots, tiles;  // of this part; tiles >= 1
   int64_t dq_part;               // its place in dq_parts; -1 for a whole item
+  int64_t first_row_of_dkv;      // that of first_slot in dkv_rows
 
   __device__ __forceinline__ Item(const Params& p, int block) {
     int index = block, part = 0, parts = 1;
@@ -70,9 +69,11 @@ struct Item {
       part = static_cast<int>(dq_part) % parts;
       index = p.whole_items + static_cast<int>(dq_part) / parts;
     }
-    const int head_blocks = (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads;
-    head_block = index % head_blocks;
-    index /= head_blocks;
+    first_row_of_dkv = int64_t{index} * p.topk;
+    index += p.first_item;
+    const int blocks = head_blocks(p.heads, p.groups);
+    head_block = index % blocks;
+    index /= blocks;
     group = index % p.groups;
     index /= p.groups;
     s = index % p.seq_q;
@@ -83,6 +84,7 @@ struct Item {
     const int all_tiles = id_end > 0 ? (all_slots + kBlockK - 1) / kBlockK : 0;
     const int first_tile = all_tiles * part / parts, end_tile = all_tiles * (part + 1) / parts;
     first_slot = first_tile * kBlockK;
+    first_row_of_dkv += first_slot;
     slots = min(end_tile * kBlockK, all_slots) - first_slot;
     tiles = max(1, end_tile - first_tile);
   }
@@ -91,14 +93,13 @@ struct Item {
     const int64_t first_key = static_cast<int64_t>(b) * p.seq_kv * p.groups + group;
     return {p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g + first_slot,
             reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + b * p.kv_stride_b + group * p.kv_stride_g),
-            first_key * p.d_qk,
+            p.dkv_sum + first_key * p.d_qk,
+            static_cast<Bf16*>(p.dkv_rows) + first_row_of_dkv * p.d_qk,
             slots,
             id_end,
             tiles,
             {0, head_block * kBlockHeads, group, s, b},
-            dq_part < 0 ? nullptr : p.dq_parts + dq_part * kBlockHeads * p.d_qk,
-            p.deterministic ? fixed_point_scale(*p.addend_bound, p.addend_limit) : 1.f,
-            p.lost_keys + first_key};
+            dq_part < 0 ? nullptr : p.dq_parts + dq_part * kBlockHeads * p.d_qk};
   }
   // Row of [batch, seq_q, heads] of this item's first head.
   __device__ __forceinline__ int64_t first_row(const Params& p) const {

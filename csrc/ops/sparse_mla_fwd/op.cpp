@@ -26,7 +26,7 @@ std::tuple<Tensor, Tensor> sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, s
   const int device_index = q.get_device_index();
   const DeviceGuard guard(device_index);
 
-  const int64_t batch = q.size(0), seq_q = q.size(1), heads = q.size(2), d_qk = q.size(3);
+  const int64_t batch = q.size(0), seq_q = q.size(1), heads = q.size(2);
   const int64_t groups = kv.size(2), topk = indices.size(3);
   Tensor out = empty({batch, seq_q, heads, d_v}, ScalarType::BFloat16, device_index);
   Tensor lse = empty({batch, seq_q, heads}, ScalarType::Float, device_index);
@@ -40,44 +40,12 @@ std::tuple<Tensor, Tensor> sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, s
     partial_lse = empty({splits, batch, seq_q, heads}, ScalarType::Float, device_index);
   }
 
-  const Params params{
-      .q = q.data_ptr(),
-      .kv = kv.data_ptr(),
-      .indices = static_cast<const int*>(indices.data_ptr()),
-      .topk_length = topk_length ? static_cast<const int*>(topk_length->data_ptr()) : nullptr,
-      .attn_sink = attn_sink ? static_cast<const float*>(attn_sink->data_ptr()) : nullptr,
-      .out = out.data_ptr(),
-      .lse = static_cast<float*>(lse.data_ptr()),
-      .partial_out = partial_out ? static_cast<float*>(partial_out->data_ptr()) : nullptr,
-      .partial_lse = partial_lse ? static_cast<float*>(partial_lse->data_ptr()) : nullptr,
-      .q_stride_b = row_stride(q, 0),
-      .q_stride_s = row_stride(q, 1),
-      .q_stride_h = row_stride(q, 2),
-      .kv_stride_b = row_stride(kv, 0),
-      .kv_stride_s = row_stride(kv, 1),
-      .kv_stride_g = row_stride(kv, 2),
-      .indices_stride_b = indices.stride(0),
-      .indices_stride_s = indices.stride(1),
-      .indices_stride_g = indices.stride(2),
-      .topk_length_stride_b = topk_length ? topk_length->stride(0) : 0,
-      .topk_length_stride_s = topk_length ? topk_length->stride(1) : 0,
-      .attn_sink_stride = attn_sink ? attn_sink->stride(0) : 0,
-      .batch = static_cast<int>(batch),
-      .seq_q = static_cast<int>(seq_q),
-      .seq_kv = static_cast<int>(kv.size(1)),
-      .heads = static_cast<int>(heads),
-      .groups = static_cast<int>(groups),
-      .topk = static_cast<int>(topk),
-      .d_qk = static_cast<int>(d_qk),
-      .d_v = static_cast<int>(d_v),
-      .splits = splits,
-      .device = device_index,
-      .num_sms = device.num_sms,
-      .causal = causal,
-      .q_start = q_start,
-      .positions_per_key = kv_stride,
-      .sm_scale = score_scale(options, d_qk),
-  };
+  Params params{problem_of(q, kv, indices, options, device, device_index)};
+  params.out = out.data_ptr();
+  params.lse = static_cast<float*>(lse.data_ptr());
+  params.partial_out = partial_out ? static_cast<float*>(partial_out->data_ptr()) : nullptr;
+  params.partial_lse = partial_lse ? static_cast<float*>(partial_lse->data_ptr()) : nullptr;
+  params.splits = splits;
   const char* error = launch(params, current_stream(device_index));
   DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
   return {out, lse};

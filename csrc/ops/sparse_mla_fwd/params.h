@@ -1,37 +1,16 @@
 // What crosses from the host to the kernel. No torch, no CUDA headers.
 #pragma once
 
-#include <cstdint>
+#include "ops/sparse_mla/params.h"
 
 namespace dsa::sparse_mla_fwd {
 
-struct Params {
-  const void* q;           // bf16 [batch, seq_q, heads, d_qk]
-  const void* kv;          // bf16 [batch, seq_kv, groups, d_qk]
-  const int* indices;      // [batch, seq_q, groups, topk]
-  const int* topk_length;  // [batch, seq_q] or null
-  const float* attn_sink;  // [heads] or null
-  void* out;               // bf16 [batch, seq_q, heads, d_v], contiguous
-  float* lse;              // [batch, seq_q, heads], contiguous
-  float* partial_out;      // [splits, batch, seq_q, heads, d_v] when splits > 1, else null
-  float* partial_lse;      // [splits, batch, seq_q, heads] when splits > 1, else null
-
-  // Strides in elements; the last dimension of every tensor has stride 1.
-  int64_t q_stride_b, q_stride_s, q_stride_h;
-  int64_t kv_stride_b, kv_stride_s, kv_stride_g;
-  int64_t indices_stride_b, indices_stride_s, indices_stride_g;
-  int64_t topk_length_stride_b, topk_length_stride_s;
-  int64_t attn_sink_stride;
-
-  int batch, seq_q, seq_kv, heads, groups, topk, d_qk, d_v;
-  int splits;   // from plan_splits
-  int device;   // index of the one that runs the kernel
-  int num_sms;  // of that device
-
-  bool causal;
-  int64_t q_start;            // position of the first query
-  int64_t positions_per_key;  // the op's kv_stride
-  float sm_scale;
+struct Params : sparse_mla::Problem {
+  void* out;           // bf16 [batch, seq_q, heads, d_v], contiguous
+  float* lse;          // [batch, seq_q, heads], contiguous
+  float* partial_out;  // [splits, batch, seq_q, heads, d_v] when splits > 1, else null
+  float* partial_lse;  // [splits, batch, seq_q, heads] when splits > 1, else null
+  int splits;          // from plan_splits
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
