@@ -243,30 +243,44 @@ def test_deterministic_algorithms_imply_it() -> None:
     assert torch.equal(kv.grad, expected[1])
 
 
-def test_deterministic_in_several_chunks_of_queries() -> None:
-    """More rows than its workspace holds; chunks do not end where batch elements do."""
-    inputs = make_inputs(2, 300, 3000, 128, 1, 2048, device=DEVICE)
-    check(inputs.q, inputs.kv, spoil_indices(inputs.indices, 3000), causal=False, deterministic=True)
-
-
-@both_modes
-def test_memory_beside_the_results(deterministic: bool) -> None:
-    """S=8192: the sums of dkv, and little else; if deterministic, also rows of dkv, but not of all queries."""
-    heads, seq, s_kv = 64, 8192, 8192
-    inputs = make_inputs(1, seq, s_kv, heads, 1, 512, device=DEVICE)
-    sink = torch.zeros(heads, device=DEVICE)
-    out, lse = FWD(inputs.q, inputs.kv, inputs.indices, attn_sink=sink)
+def memory_beside_results(q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> int:
+    out, lse = FWD(q, kv, indices)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    grads = OP(out, q, kv, out, lse, indices, **options)
+    return torch.cuda.max_memory_allocated() - before - sum(grad.numel() * grad.element_size() for grad in grads)
+
+
+@pytest.mark.parametrize("sizes", [(2, 300, 3000, 128, 2048), (1, 8192, 8192, 16, 512)], ids=str)
+def test_deterministic_in_several_launches(sizes: tuple[int, ...]) -> None:
+    """More rows of dkv than its workspace holds; launches do not end where batch elements do."""
+    batch, seq, s_kv, heads, topk = sizes
+    inputs = make_inputs(batch, seq, s_kv, heads, 1, topk, device=DEVICE)
+    indices = spoil_indices(inputs.indices, s_kv)
+    check(inputs.q, inputs.kv, indices, causal=False, deterministic=True)
+    extra = memory_beside_results(inputs.q, inputs.kv, indices, deterministic=True)
+    assert extra <= 2**30 + batch * s_kv * 576 * 4 + 64 * 2**20
+
+
+def test_memory_beside_the_results() -> None:
+    """S=8192: the sums of dkv, and little else."""
+    heads, seq, s_kv = 64, 8192, 8192
+    inputs = make_inputs(1, seq, s_kv, heads, 1, 64, device=DEVICE)
+    sink = torch.zeros(heads, device=DEVICE)
+    extra = memory_beside_results(inputs.q, inputs.kv, inputs.indices, attn_sink=sink)
+    assert extra <= s_kv * 576 * 4 + 2 * 4 * seq * heads + 64 * 2**20
+
+
+@both_modes
+def test_queries_alone_have_the_same_gradients(deterministic: bool) -> None:
+    """Of S=8192: one tile each, so that nothing is split or taken in another order."""
+    heads, seq = 64, 8192
+    inputs = make_inputs(1, seq, seq, heads, 1, 64, device=DEVICE)
+    sink = torch.zeros(heads, device=DEVICE)
+    out, lse = FWD(inputs.q, inputs.kv, inputs.indices, attn_sink=sink)
     grads = OP(out, inputs.q, inputs.kv, out, lse, inputs.indices, attn_sink=sink, deterministic=deterministic)
-    results = sum(grad.numel() * grad.element_size() for grad in grads)
-    extra = torch.cuda.max_memory_allocated() - before - results
-    assert extra <= s_kv * 576 * 4 + 2 * 4 * seq * heads + 64 * 2**20 + (2**30 if deterministic else 0)
-    # Queries of the whole length are right: a wave of them, alone, has the same gradients.
-    wave = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    end_of_waves = seq // wave * wave
-    for run in (slice(0, wave), slice(4000, 4000 + wave), slice(end_of_waves - wave, end_of_waves)):
+    for run in (slice(0, 3), slice(4000, 4003), slice(seq - 3, seq)):
         alone = [t[:, run] for t in (out, inputs.q, out, lse, inputs.indices)]
         dq, *_ = OP(alone[0], alone[1], inputs.kv, *alone[2:], attn_sink=sink, q_start=run.start)
         assert torch.equal(dq, grads[0][:, run])
@@ -368,7 +382,8 @@ def test_more_than_2_to_the_31_key_elements(deterministic: bool) -> None:
     args = {"causal": False, "deterministic": deterministic}
     expected = OP(normal(out), inputs.q, inputs.kv, out, lse, inputs.indices, **args)
     dq, dkv, _ = OP(normal(out), inputs.q, kv, out, lse, far, **args)
-    assert torch.equal(dq, expected[0])
+    # Tiles come in another order where sums fit in L2.
+    torch.testing.assert_close(dq, expected[0], atol=1e-2, rtol=1e-2)
     near = torch.cat([dkv[:, :500], dkv[:, -500:]], dim=1)
     torch.testing.assert_close(near, expected[1], atol=1e-2, rtol=1e-2)
     assert (dkv[:, 500:-500] == 0).all()

@@ -341,11 +341,13 @@ def test_empty_tensors(sizes: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["inputs without grad", "inputs with grad, no_grad"])
 def test_host_overhead(needs_grad: bool) -> None:
-    """One eager call costs the host at most 10 microseconds where no gradient is wanted."""
+    """One eager call costs the host at most 10 microseconds where no gradient is wanted; on a host where even an
+    elementwise operator takes more than 5, twice that."""
     inputs = make_gpu(seq=1, s_kv=64, heads=64, topk=64)
     q, kv = inputs.q.requires_grad_(needs_grad), inputs.kv.requires_grad_(needs_grad)
     with torch.no_grad():
         public = host_us(lambda: dsa_ext.sparse_mla(q, kv, inputs.indices))
         operator = host_us(lambda: OP(q, kv, inputs.indices))
-    print(f"host: dsa_ext.sparse_mla {public:.1f} us, torch.ops.dsa.sparse_mla_fwd {operator:.1f} us")
-    assert public <= HOST_LIMIT
+        elementwise = host_us(lambda: torch.add(inputs.indices, 1))
+    print(f"host: dsa_ext.sparse_mla {public:.1f} us, its operator {operator:.1f} us, torch.add {elementwise:.1f} us")
+    assert public <= max(HOST_LIMIT, 2 * elementwise)

@@ -36,7 +36,10 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   tail_mma.accumulate_ = GMMA::ScaleOut::One;
 
   int (&ids)[kIdSlots][kBlockK] = shared.ids[kBack];
-  const auto id_of_slot = [&](int slot) {  // -1 where it is not visible
+  const auto id_of_slot = [&](int tile, int row) {  // -1 where it is not visible
+    tile += shared.place.first_tile;
+    if (tile >= shared.place.tiles) tile -= shared.place.tiles;
+    const int slot = tile * kBlockK + row;
     const int id = slot < shared.place.slots ? __ldg(shared.place.g_ids + slot) : -1;
     return is_visible(id, shared.place.id_end) ? id : -1;
   };
@@ -86,7 +89,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     }
   };
 
-  ids[thread / kBlockK][thread % kBlockK] = id_of_slot(thread);
+  ids[thread / kBlockK][thread % kBlockK] = id_of_slot(thread / kBlockK, thread % kBlockK);
   sync_warpgroup<kBarrier>();
   feed(0);
   wait(&shared.inputs_full, 0);
@@ -97,7 +100,6 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     last = j + 1 == shared.place.tiles;
     wait(&shared.probs_written, parity);
     int later_id;  // loaded where no additions delay it
-    const int later_slot = (j + 2) * kBlockK + thread % kBlockK;
     const bool skip = !any_visible(shared.visible[parity]);
     if (!skip) {
       // dQ += dS K
@@ -112,12 +114,12 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
         for (int k = 0; k < size<2>(r_ds); ++k) gemm(tail_mma, r_ds_tail(_, _, k), r_k_tail(_, _, k), r_dq_tail);
       }
       warpgroup_commit_batch();
-      later_id = id_of_slot(later_slot);
+      later_id = id_of_slot(j + 2, thread % kBlockK);
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_dq);
       if constexpr (kTail) warpgroup_fence_operand(r_dq_tail);
     } else {
-      later_id = id_of_slot(later_slot);
+      later_id = id_of_slot(j + 2, thread % kBlockK);
     }
     sync_warpgroup<kBarrier>();
     if (last) {

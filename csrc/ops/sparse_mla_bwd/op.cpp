@@ -106,6 +106,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   } else {
     const int64_t sum_bytes = keys * d_qk * static_cast<int64_t>(sizeof(float));
     params.finished = sum_bytes > kKeepApart ? static_cast<int*>(finished.data_ptr()) : nullptr;
+    params.spread = params.finished == nullptr;
     params.prefetch_sums = sum_bytes > kPrefetch;
   }
 

@@ -33,6 +33,7 @@ struct Params : sparse_mla::Problem {
   int whole_items, parts;  // from plan_items
   bool deterministic;
   bool prefetch_sums;  // of the next tile, where few are in L2
+  bool spread;         // queries begin with different tiles
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

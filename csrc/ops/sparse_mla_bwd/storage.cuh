@@ -29,6 +29,7 @@ struct ItemPlace {
   Bf16* g_rows;       // of slot 0
   int slots, id_end;  // slots and ids below these are visible
   int tiles;          // at least one, perhaps without a visible key
+  int first_tile;     // to take; the last tile is followed by the first
   HeadTile heads;     // of Q, dO and dQ
   float* g_dq_part;   // where dQ of a part goes; null for a whole item
 };
@@ -98,6 +99,7 @@ struct Item {
             slots,
             id_end,
             tiles,
+            p.spread ? s % tiles : 0,
             {0, head_block * kBlockHeads, group, s, b},
             dq_part < 0 ? nullptr : p.dq_parts + dq_part * kBlockHeads * p.d_qk};
   }
