@@ -117,3 +117,114 @@ def sparse_mla(
         with _BelowAutograd():
             result = _sparse_mla_fwd_direct(*args)
     return result if return_lse else result[0]
+
+
+def indexer_logits(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    clean: bool = True,
+) -> Tensor:
+    """How much each query wants each key: the scores of the lightning indexer of DeepSeek-V3.2.
+
+    For query s and key t with cu_seqlen_ks[s] <= t < cu_seqlen_ke[s]::
+
+        logits[s, t] = k_scale[t] * sum_h relu(q[s, h].k[t]) * weights[s, h]
+
+    and -inf for every other key, which is never read. Bounds may be any numbers: what lies outside [0, S_kv) names no
+    key, and a query whose bounds are inverted has an empty row. Sequences that are packed into one `k` are told apart
+    by their bounds.
+
+    Args:
+        q: queries [S, Hi, Di]: float8_e4m3fn or bf16, on the CPU also fp32 and float64. Hi is 8, 16, 32 or 64; Di is 64
+            or 128.
+        k: keys [S_kv, Di], like q; all heads share them.
+        weights: weight of each head [S, Hi], fp32 (float64 beside float64 inputs), any factor on q.k included: for
+            float8_e4m3fn the scale of q[s, h].
+        cu_seqlen_ks: first key of each query [S], int32.
+        cu_seqlen_ke: the key after each query's last [S], int32.
+        k_scale: scale of each key [S_kv], fp32. float8_e4m3fn keys have one, others must not.
+        clean: write -inf outside the bounds. What stands there is unspecified otherwise.
+
+    Returns:
+        logits [S, S_kv], fp32 (float64 for float64 inputs). Differentiable (once) with respect to q, k and weights, but
+        not for float8_e4m3fn.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when an argument requires a gradient beside float8_e4m3fn, or a GPU has no kernel.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    result: Tensor = torch.ops.dsa.indexer_logits.default(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, clean)
+    return result
+
+
+def topk_select(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """The ids of each row's largest logits, in ascending order: the token selection of DeepSeek-V3.2.
+
+    Row r selects among the columns starts[r] <= t < ends[r] whose logit is neither NaN nor -inf: the `topk` largest,
+    equal ones by the lower id. So the answer depends on the values alone, for every input. +inf ranks first, and -0.0
+    equals +0.0. Bounds may be any numbers: what lies outside [0, C) names no column, and inverted bounds leave nothing.
+
+    Args:
+        logits: [R, C], fp32 or bf16; on the CPU also float64.
+        starts: first column of each row [R], int32.
+        ends: the column after each row's last [R], int32.
+        topk: how many to select, from 1 to 4096. It may exceed C.
+
+    Returns:
+        indices [R, topk], int32: ascending along a row, then -1 where fewer could be selected; and values [R, topk] in
+        the dtype of logits: the logit of each id, -inf beside -1. Neither has a gradient: to train what made the
+        logits, compute them again at the selected ids.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when a GPU has no kernel.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    result: tuple[Tensor, Tensor] = torch.ops.dsa.topk_select.default(logits, starts, ends, topk)
+    return result
+
+
+def indexer_topk(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
+    topk: int,
+    *,
+    k_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The keys that each query reads: :func:`topk_select` of :func:`indexer_logits`, without holding the logits.
+
+    ::
+
+        logits = indexer_logits(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale=k_scale)
+        indices, values = topk_select(logits, cu_seqlen_ks, cu_seqlen_ke, topk)
+
+    Args:
+        q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale: as for :func:`indexer_logits`.
+        topk: how many keys to select, from 1 to 4096. It may exceed S_kv.
+
+    Returns:
+        indices [S, topk], int32: ascending along a row, then -1 where fewer could be selected; and values [S, topk]:
+        the logit of each id, -inf beside -1, in fp32 (float64 for float64 inputs). Neither has a gradient: to train the
+        indexer, compute its scores again at the selected ids.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when a GPU has no kernel.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    result: tuple[Tensor, Tensor] = torch.ops.dsa.indexer_topk.default(
+        q, k, weights, cu_seqlen_ks, cu_seqlen_ke, topk, k_scale
+    )
+    return result

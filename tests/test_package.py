@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dsa_ext
-from dsa_ext import _native
+from dsa_ext import _native, ops
+from dsa_ext.ops import _library
 
 #: What every main kernel claims to be made of: tensor cores, TMA in and out, cp.async, mbarriers, moved registers.
 INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
@@ -44,7 +45,7 @@ def tool(name: str) -> str:
 
 
 def test_operators_are_registered() -> None:
-    for op in ("sparse_mla_fwd", "sparse_mla_bwd"):
+    for op in ops.__all__:
         overload = getattr(torch.ops.dsa, op).default
         for key in ("CPU", "CUDA", "Meta", "Autograd"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key), (op, key)
@@ -78,6 +79,19 @@ print(dsa_ext.build_info()["kernels"], dsa_ext.__file__)
     assert str(tmp_path) in printed, "the copy without the library was not the one imported"
     assert "dsa::sparse_mla_fwd: dsa_ext is installed without its CUDA kernels, because _C.abi3.so" in printed
     assert printed.count(reason) == 2
+
+
+@needs_library
+def test_error_of_an_operator_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.library._scoped_library("dsa", "FRAGMENT") as library:
+        monkeypatch.setattr(_library, "library", library)
+        library.define("without_a_kernel(Tensor x) -> Tensor")
+        _library.explain_missing_cuda("without_a_kernel")
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+        with pytest.raises(
+            RuntimeError, match=r"^dsa::without_a_kernel: _C\.abi3\.so has no CUDA kernel for this operator"
+        ):
+            torch.ops.dsa.without_a_kernel.default.redispatch(keys, torch.zeros(1))
 
 
 @needs_library

@@ -1,5 +1,5 @@
 """The operators `torch.ops.dsa.*`: importing this package registers them."""
 
-from dsa_ext.ops import sparse_mla_bwd, sparse_mla_fwd
+from dsa_ext.ops import indexer_logits, indexer_topk, sparse_mla_bwd, sparse_mla_fwd, topk_select
 
-__all__ = ["sparse_mla_bwd", "sparse_mla_fwd"]
+__all__ = ["indexer_logits", "indexer_topk", "sparse_mla_bwd", "sparse_mla_fwd", "topk_select"]

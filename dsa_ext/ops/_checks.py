@@ -20,13 +20,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_tensor(op: str, name: str, tensor: Tensor, dtype: torch.dtype, **dims: int | None) -> None:
+def check_tensor(
+    op: str, name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], **dims: int | None
+) -> None:
     """Checks dtype, rank and sizes. `dims` maps the letter of each dimension to its size, None where any will do."""
-    if tensor.dtype != dtype or tensor.dim() != len(dims):
-        fail(op, f"{name} must be {dtype_name(dtype)} [{', '.join(dims)}], got {describe(tensor)}")
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    names = " or ".join(map(dtype_name, dtypes))
+    if tensor.dtype not in dtypes or tensor.dim() != len(dims):
+        fail(op, f"{name} must be {names} [{', '.join(dims)}], got {describe(tensor)}")
     if any(size is not None and got != size for size, got in zip(dims.values(), tensor.shape, strict=True)):
         expected = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in dims.items())
-        fail(op, f"{name} must be {dtype_name(dtype)} [{expected}], got {describe(tensor)}")
+        fail(op, f"{name} must be {names} [{expected}], got {describe(tensor)}")
 
 
 def check_same_device(op: str, other_name: str, other: Tensor, **tensors: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
-from dsa_ext.ops._library import explain_missing_cuda, library
+from dsa_ext.ops._library import explain_missing_cuda, gradient_wanted, library
 from dsa_ext.ops._sparse_mla import check_inputs
 
 _OP = "sparse_mla_fwd"
@@ -111,10 +111,6 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tens
         result: tuple[Tensor, Tensor] = _Autograd.apply(keyset, *args)  # type: ignore[no-untyped-call]
         return result
     return _redispatch(keyset, *args)
-
-
-def gradient_wanted(*args: Any) -> bool:
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
 library.impl(_OP, _cpu, "CPU")

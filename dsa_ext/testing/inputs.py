@@ -1,4 +1,4 @@
-"""Seeded inputs for sparse_mla: ordinary ones, and those that break kernels."""
+"""Seeded inputs of the operators: ordinary ones, and those that break kernels."""
 
 from dataclasses import dataclass
 
@@ -94,3 +94,90 @@ def strided_copy(tensor: Tensor, *, swap_leading: bool = False, pad: int = 64) -
     view = buffer[1:, 1:-1, ..., pad // 2 : pad // 2 + shape[-1]]
     view.copy_(source)
     return view.transpose(0, 1) if swap_leading else view
+
+
+@dataclass
+class IndexerInputs:
+    q: Tensor  # [S, Hi, Di]
+    k: Tensor  # [S_kv, Di]
+    weights: Tensor  # [S, Hi] fp32, or float64 beside float64 inputs
+    k_scale: Tensor | None  # [S_kv] fp32, for float8_e4m3fn alone
+    ks: Tensor  # [S] int32
+    ke: Tensor  # [S] int32
+
+
+def make_indexer_inputs(
+    seq: int = 8,
+    s_kv: int = 64,
+    heads: int = 64,
+    dim: int = 128,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> IndexerInputs:
+    """Normal q, k and weights; each query sees the keys up to its own, the queries being the last `seq` of `s_kv`."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+
+    q, k, weights = normal(seq, heads, dim), normal(s_kv, dim), normal(seq, heads) * (heads * dim) ** -0.5
+    k_scale = None
+    if dtype == torch.float8_e4m3fn:
+        largest = torch.finfo(dtype).max
+        q_scale, k_scale = q.abs().amax(2) / largest, k.abs().amax(1) / largest
+        q, k, weights = q / q_scale[..., None], k / k_scale[:, None], weights * q_scale
+    return IndexerInputs(
+        q=q.to(dtype),
+        k=k.to(dtype),
+        weights=weights.double() if dtype == torch.float64 else weights,
+        k_scale=k_scale,
+        ks=torch.zeros(seq, dtype=torch.int32, device=device),
+        ke=torch.arange(s_kv - seq + 1, s_kv + 1, dtype=torch.int32, device=device),
+    )
+
+
+def nasty_rows(columns: int, seed: int = 0, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Rows of fp32 logits [columns] that break selectors, by name."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal() -> Tensor:
+        return torch.randn(columns, generator=generator, device=device)
+
+    def integers(low: int, high: int) -> Tensor:
+        """In [low, high), int32."""
+        return torch.randint(low, high, (columns,), generator=generator, device=device, dtype=torch.int32)
+
+    def of_bits(bits: Tensor, sign: Tensor) -> Tensor:
+        return bits.view(torch.float32) * sign
+
+    one = torch.ones(columns, device=device)
+    sign = 1.0 - 2 * integers(0, 2)
+    one_in_16 = integers(0, 16) == 0
+    return {
+        "normal": normal(),
+        "negative": -normal().abs() - 1,
+        "all equal": 0.7 * one,
+        # fp16 has 10 bits of fraction, fp32 23: these 2^12 values all round to 1.
+        "one fp16 bucket": of_bits(one.view(torch.int32) + integers(0, 2**12), one),
+        # Wherever the selection ends, the last bit alone separates what it takes from what it leaves.
+        "last bit": of_bits(one.view(torch.int32) + integers(-1, 2), one),
+        "last bit, negative": of_bits(one.view(torch.int32) + integers(-1, 2), -one),
+        "two clusters": sign * 1e3 + normal() * 1e-3,
+        "plateau of zeros": normal().abs().masked_fill(~one_in_16, 0),
+        "denormals": of_bits(integers(0, 2**23), sign),
+        "zeros of both signs": 0.0 * sign,
+        "zeros of both signs and few others": torch.where(one_in_16, normal(), 0.0 * sign),
+        "NaN": normal().masked_fill(one_in_16, torch.nan),
+        "NaN with the sign bit": normal().masked_fill(one_in_16, torch.nan).copysign(-one),
+        "infinities": torch.where(one_in_16, sign * torch.inf, normal()),
+        "NaN and infinities": torch.stack([normal(), sign * torch.inf, one * torch.nan])[
+            integers(0, 3).long(), torch.arange(columns, device=device)
+        ],
+        "all +inf": one * torch.inf,
+        "all -inf": one * -torch.inf,
+        "all NaN": one * torch.nan,
+        "ascending": normal().sort().values,
+        "descending": normal().sort(descending=True).values,
+    }

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsa_ext.reference import indexer
 from dsa_ext.reference import sparse_mla as reference
 
 #: Of bf16 results: see similarity_error. The rounding of a bf16 result alone makes about 2e-6.
@@ -116,6 +117,41 @@ def backward_errors(
         dkv=similarity_error(grads[1], expected[1]),
         d_sink=similarity_error(grads[2], expected[2]),
         finite=all(bool(grad.isfinite().all()) for grad in grads),
+    )
+
+
+#: Of indexer_logits, over the finite entries: see similarity_error.
+LOGITS_SIMILARITY = 5e-6
+
+
+@dataclass
+class LogitsErrors:
+    """Errors of one call of indexer_logits against the reference in float64."""
+
+    similarity: float  # limit: LOGITS_SIMILARITY
+    same_specials: bool  # -inf, inf and NaN stand in the same places
+
+    def check(self) -> None:
+        if not (self.similarity <= LOGITS_SIMILARITY and self.same_specials):
+            raise AssertionError(f"beyond the tolerances of indexer_logits: {self}")
+
+
+def logits_errors(
+    logits: Tensor,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
+    k_scale: Tensor | None = None,
+) -> LogitsErrors:
+    """Compares the logits of a call with these arguments with the reference in float64."""
+    scale = None if k_scale is None else k_scale.double()
+    expected = indexer.indexer_logits(q.double(), k.double(), weights.double(), cu_seqlen_ks, cu_seqlen_ke, scale)
+    finite = expected.isfinite()
+    return LogitsErrors(
+        similarity=similarity_error(logits[finite], expected[finite]),
+        same_specials=_same_specials(logits.double(), expected),
     )
 
 

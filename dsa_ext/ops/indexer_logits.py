@@ -1,0 +1,97 @@
+"""torch.ops.dsa.indexer_logits: schema, checks, CPU and fake implementation, autograd, FLOP formula."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from dsa_ext import reference
+from dsa_ext.ops._checks import fail
+from dsa_ext.ops._indexer import check_scoring, scoring_flops
+from dsa_ext.ops._library import explain_missing_cuda, gradient_wanted, library
+
+_OP = "indexer_logits"
+library.define(
+    "indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor cu_seqlen_ks, Tensor cu_seqlen_ke, "
+    "Tensor? k_scale=None, bool clean=True) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+explain_missing_cuda(_OP)
+_redispatch: Callable[..., Tensor] = torch.ops.dsa.indexer_logits.default.redispatch
+
+
+def _cpu(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
+    k_scale: Tensor | None = None,
+    clean: bool = True,
+) -> Tensor:
+    check_scoring(_OP, q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
+    return reference.indexer_logits(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, clean)
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
+    k_scale: Tensor | None = None,
+    clean: bool = True,
+) -> Tensor:
+    check_scoring(_OP, q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
+    return q.new_empty(q.shape[0], k.shape[0], dtype=reference.sparse_mla.compute_dtype(q))
+
+
+class _Autograd(torch.autograd.Function):
+    """The gradients come from the reference, on every device."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        keyset: torch._C.DispatchKeySet,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        cu_seqlen_ks: Tensor,
+        cu_seqlen_ke: Tensor,
+        k_scale: Tensor | None = None,
+        clean: bool = True,
+    ) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            logits = _redispatch(keyset, q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, clean)
+        ctx.save_for_backward(q, k, weights, cu_seqlen_ks, cu_seqlen_ke)
+        return logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, dweights = reference.indexer_logits_bwd(dlogits, *ctx.saved_tensors)
+        return None, dq, dk, dweights, *(None,) * 4
+
+
+def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Tensor:
+    # The dispatcher leaves out trailing arguments that equal their defaults.
+    keyset = keyset & torch._C._after_autograd_keyset
+    if gradient_wanted(*args):
+        if args[0].dtype == torch.float8_e4m3fn:
+            fail(_OP, "q must be bfloat16 where an argument requires a gradient, got float8_e4m3fn")
+        result: Tensor = _Autograd.apply(keyset, *args)  # type: ignore[no-untyped-call]
+        return result
+    return _redispatch(keyset, *args)
+
+
+library.impl(_OP, _cpu, "CPU")
+torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
+library.impl(_OP, _autograd, "Autograd", with_keyset=True)
+
+
+@register_flop_formula(torch.ops.dsa.indexer_logits)
+def _flops(q_shape: torch.Size, k_shape: torch.Size, *args: Any, out_shape: Any, **kwargs: Any) -> int:
+    return scoring_flops(q_shape, k_shape)

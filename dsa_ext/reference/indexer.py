@@ -1,0 +1,125 @@
+"""The lightning indexer in plain PyTorch, on any device: scores of keys, their gradients, and selection of the best.
+
+Arithmetic is fp32, or float64 for float64 inputs. Queries are taken in chunks, which bound the memory next to the
+tensors themselves.
+
+Letters: S queries, S_kv keys, Hi heads, Di columns of a head; R rows and C columns of logits.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dsa_ext.reference.sparse_mla import compute_dtype
+
+#: Elements that each temporary of one chunk of queries may hold.
+_CHUNK_ELEMENTS = 2**24
+
+
+def inside(starts: Tensor, ends: Tensor, columns: int) -> Tensor:
+    """Whether starts[r] <= t < ends[r]: bool [R, columns]. The bounds may be any numbers."""
+    t = torch.arange(columns, device=starts.device)
+    return (t >= starts[:, None]) & (t < ends[:, None])
+
+
+def runs(rows: int, row_elements: int) -> Iterator[slice]:
+    """Cuts rows into runs of at most _CHUNK_ELEMENTS elements, or of one row."""
+    step = max(1, _CHUNK_ELEMENTS // max(1, row_elements))
+    for i in range(-(-rows // step)):  # the number of runs alone is what a compiled graph depends on
+        yield slice(i * step, (i + 1) * step)
+
+
+def indexer_logits(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
+    k_scale: Tensor | None = None,
+    clean: bool = True,  # entries outside the bounds may be anything without it, so -inf too
+) -> Tensor:
+    """See :func:`dsa_ext.indexer_logits` for the arguments. Takes any Hi and Di.
+
+    Returns logits [S, S_kv] in fp32 (float64 for float64 inputs).
+    """
+    seq, heads, _ = q.shape
+    s_kv = k.shape[0]
+    dtype = compute_dtype(q)
+    keys = k.to(dtype).mT
+    logits = q.new_empty(seq, s_kv, dtype=dtype)
+    for run in runs(seq, heads * s_kv):
+        scores = (q[run].to(dtype) @ keys).relu_()  # [s, Hi, S_kv]
+        sums = (weights[run, None] @ scores)[:, 0]
+        if k_scale is not None:
+            sums *= k_scale
+        logits[run] = sums.masked_fill(~inside(cu_seqlen_ks[run], cu_seqlen_ke[run], s_kv), -torch.inf)
+    return logits
+
+
+def indexer_logits_bwd(
+    dlogits: Tensor, q: Tensor, k: Tensor, weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of indexer_logits without `k_scale`: dq, dk and dweights, like q, k and weights.
+
+    What `dlogits` [S, S_kv] holds outside the bounds has no effect; nor has a key that is outside of all bounds, or a
+    query whose bounds are empty, whatever they hold.
+    """
+    seq, heads, _ = q.shape
+    s_kv = k.shape[0]
+    dtype = compute_dtype(q)
+    keys = k.to(dtype)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk = torch.zeros_like(k, dtype=dtype, memory_format=torch.contiguous_format)
+    dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    for run in runs(seq, heads * s_kv):
+        visible = inside(cu_seqlen_ks[run], cu_seqlen_ke[run], s_kv)
+        # A product with 0 would let NaN through.
+        chunk_q = q[run].to(dtype).masked_fill(~visible.any(1)[:, None, None], 0)
+        chunk_keys = keys.masked_fill(~visible.any(0)[:, None], 0)
+        visible = visible[:, None]
+        dlogit = dlogits[run, None]
+        scores = chunk_q @ chunk_keys.mT  # [s, Hi, S_kv]
+        dweights[run] = (dlogit * scores.relu()).masked_fill(~visible, 0).sum(-1)
+        dscores = (dlogit * weights[run, :, None]).masked_fill(~visible | (scores <= 0), 0)
+        dq[run] = dscores @ chunk_keys
+        dk += dscores.flatten(0, 1).mT @ chunk_q.flatten(0, 1)
+    return dq, dk.to(k.dtype), dweights
+
+
+def topk_select(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """See :func:`dsa_ext.topk_select` for the arguments. Takes any dtype, strides and topk."""
+    rows, columns = logits.shape
+    indices = logits.new_full((rows, topk), -1, dtype=torch.int32)
+    values = logits.new_full((rows, topk), -torch.inf)
+    count = min(columns, topk)
+    for run in runs(rows, columns):
+        row = logits[run]
+        selectable = inside(starts[run], ends[run], columns) & (row > -torch.inf)  # NaN is not
+        ranked = row + 0.0  # -0.0 + 0.0 is +0.0
+        ranked, ids = ranked.masked_fill(~selectable, -torch.inf).sort(dim=1, descending=True, stable=True)
+        best = ids[:, :count].masked_fill(ranked[:, :count] == -torch.inf, columns).sort(dim=1).values
+        empty = best == columns
+        indices[run, :count] = best.masked_fill(empty, -1).int()
+        values[run, :count] = row.gather(1, best.masked_fill(empty, 0)).masked_fill(empty, -torch.inf)
+    return indices, values
+
+
+def indexer_topk(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
+    topk: int,
+    k_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`dsa_ext.indexer_topk` for the arguments. Holds the logits of one chunk of queries at a time."""
+    seq, heads, _ = q.shape
+    indices = q.new_empty(seq, topk, dtype=torch.int32)
+    values = q.new_empty(seq, topk, dtype=compute_dtype(q))
+    for run in runs(seq, heads * k.shape[0]):
+        ks, ke = cu_seqlen_ks[run], cu_seqlen_ke[run]
+        logits = indexer_logits(q[run], k, weights[run], ks, ke, k_scale)
+        indices[run], values[run] = topk_select(logits, ks, ke, topk)
+    return indices, values
