@@ -33,13 +33,14 @@ test: lint
 bench: build
 	$(PY) bench/bench_sparse_mla_fwd.py
 	$(PY) bench/bench_sparse_mla_bwd.py
+	$(PY) bench/bench_indexer.py
 
 tables: build
 	$(PY) bench/tables.py
 
 sanitize: build
-	$(SANITIZER) --tool memcheck --error-exitcode 1 $(PY) tests/sanitize_sparse_mla.py
-	$(SANITIZER) --tool racecheck --error-exitcode 1 $(PY) tests/sanitize_sparse_mla.py
+	$(SANITIZER) --tool memcheck --error-exitcode 1 $(PY) tests/sanitize.py
+	$(SANITIZER) --tool racecheck --error-exitcode 1 $(PY) tests/sanitize.py
 
 lint: build
 	@$(PY) tools/run_if_installed.py ruff check .

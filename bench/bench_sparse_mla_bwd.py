@@ -1,21 +1,27 @@
-"""Speed of sparse_mla_bwd (rows, sums of dkv and their rounding) beside its peers. Writes sparse_mla_bwd.json and .png.
+"""Times dsa::sparse_mla_bwd (rows, sums of dkv and their rounding) beside its peers; writes its results and plot."""
 
-`--only NAME` measures the cases whose name contains NAME and writes nothing.
-"""
-
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import PEERS, RESULTS, causal_indices, grouped_bars, measure_ms, report
+from common import (
+    PEERS,
+    Case,
+    causal_indices,
+    grouped_bars,
+    make_case,
+    measure_all,
+    measure_ms,
+    parse_arguments,
+    pyplot,
+    report,
+    time_versus,
+)
 from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.testing.inputs import make_inputs
-from dsa_ext.testing.progress import Progress
 from dsa_ext.testing.tolerances import GRADIENT_SIMILARITY, similarity_error
 
 OP = "sparse_mla_bwd"
@@ -66,7 +72,7 @@ def errors_of(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> dict[str
     return {"similarity": max(errors.values()), **errors}
 
 
-def measure(spec: Spec, times: dict[str, float]) -> dict[str, Any]:
+def measure(spec: Spec, times: dict[str, float]) -> Case:
     inputs = make_inputs(1, spec.seq, spec.s_kv, spec.heads, 1, spec.topk, spec.d_qk, device="cuda", seed=1)
     indices = inputs.indices
     if spec.prefill:
@@ -89,33 +95,25 @@ def measure(spec: Spec, times: dict[str, float]) -> dict[str, Any]:
     ms = measure_ms(in_pytorch if spec.is_reference else ours)
     visible = int((indices >= 0).sum())
     tflops = 2 * spec.heads * visible * (3 * spec.d_qk + 2 * D_V) / ms / 1e9
-    peer_value = None
+    peer = None
     if spec.has_peer:
         figures = PEERS[OP]["cudnn_frontend_back_to_back_tflops"][f"h{spec.heads}"][str(spec.s_kv)]
-        peer_value = float(figures[ORDERS[spec.ids]])
+        peer = ("cuDNN frontend", float(figures[ORDERS[spec.ids]]))
     args = {"B": 1, "S": spec.seq, "S_kv": spec.s_kv, "H": spec.heads, "G": 1, "K": spec.topk, "d_qk": spec.d_qk}
-    case = {
-        "name": spec.name,
-        "group": spec.group,
-        "args": args | {"d_v": D_V, "causal": spec.prefill, "ids": spec.ids, "deterministic": spec.deterministic},
-        "ms": round(ms, 5),
-        "tflops": round(tflops, 2),
-        "peer": "cuDNN frontend" if spec.has_peer else None,
-        "peer_value": peer_value,
-        "ratio": round(tflops / peer_value, 4) if peer_value else None,
-        "err": errors,
-    }
-    if spec.compare_to in times:
-        case["time_vs"] = {spec.compare_to: round(ms / times[spec.compare_to], 3)}
-    return case
+    return make_case(
+        spec.name,
+        spec.group,
+        args | {"d_v": D_V, "causal": spec.prefill, "ids": spec.ids, "deterministic": spec.deterministic},
+        ms,
+        tflops=tflops,
+        peer=peer,
+        err=errors,
+        **time_versus(ms, spec.compare_to, times),
+    )
 
 
-def plot(cases: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def plot(cases: list[Case], path: Path) -> None:
+    plt = pyplot()
     by_name = {case["name"]: case for case in cases}
     figure, axes = plt.subplots(1, 2, figsize=(13, 4.2), constrained_layout=True)
     sizes = (4096, 8192, 32768, 131072)
@@ -134,17 +132,8 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="measure the cases whose name contains this")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    args = parser.parse_args()
-    chosen = [spec for spec in specs() if not args.only or args.only in spec.name]
-    progress = Progress(total=len(chosen))
-    cases: list[dict[str, Any]] = []
-    for spec in chosen:
-        cases.append(measure(spec, {case["name"]: case["ms"] for case in cases}))
-        progress.step(f"{spec.group}: {spec.name}")
-    report(OP, cases, None if args.only else args.out, plot)
+    args = parse_arguments(__doc__)
+    report(OP, measure_all(OP, specs(), measure, args.only), None if args.only else args.out, plot)
 
 
 if __name__ == "__main__":

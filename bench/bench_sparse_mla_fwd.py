@@ -4,22 +4,32 @@ Every case is checked against the reference in float64 before it is timed. Ids a
 count (causal=False), except in the prefill cases, where a query lists ascending ids of the keys before it.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from common import PEERS, RESULTS, causal_indices, grouped_bars, measure_ms, peer_figure, report
+from common import (
+    PEERS,
+    Case,
+    causal_indices,
+    grouped_bars,
+    make_case,
+    measure_all,
+    measure_ms,
+    parse_arguments,
+    peer_figure,
+    pyplot,
+    report,
+    time_versus,
+)
 from torch import Tensor
 
 import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.inputs import Inputs, make_inputs
-from dsa_ext.testing.progress import Progress
 from dsa_ext.testing.timing import host_us
 from dsa_ext.testing.tolerances import forward_errors, similarity_error
 
@@ -117,7 +127,7 @@ def placements(inputs: Inputs) -> Iterator[Inputs]:
         del padding
 
 
-def measure(spec: Spec, times: dict[str, float]) -> dict[str, Any]:
+def measure(spec: Spec, times: dict[str, float]) -> Case:
     inputs = inputs_of(spec)
     if spec.baseline:
         errors = {"similarity": similarity_error(spec.baseline(inputs), ours(inputs, causal=False)[0])}
@@ -127,48 +137,29 @@ def measure(spec: Spec, times: dict[str, float]) -> dict[str, Any]:
         ms = median(measure_ms(partial(ours, placed, spec.prefill)) for placed in placements(inputs))
     visible = int((inputs.indices >= 0).sum())
     tflops = 2 * spec.heads * visible * (spec.d_qk + D_V) / ms / 1e9
-    peer_value = peer_figure(OP, *spec.peer[1:]) if spec.peer else None
     args = {"B": 1, "S": spec.seq, "S_kv": spec.s_kv, "H": spec.heads, "G": 1, "K": spec.topk, "d_qk": spec.d_qk}
-    case = {
-        "name": spec.name,
-        "group": spec.group,
-        "args": args | {"d_v": D_V, "causal": spec.prefill, "ids": "ascending" if spec.prefill else "random"},
-        "ms": round(ms, 5),
-        "tflops": round(tflops, 2),
-        "peer": spec.peer[0] if spec.peer else None,
-        "peer_value": peer_value,
-        "ratio": round(tflops / peer_value, 4) if peer_value else None,
-        "err": errors,
-    }
-    if spec.compare_to in times:
-        case["time_vs"] = {spec.compare_to: round(ms / times[spec.compare_to], 3)}
-    return case
+    return make_case(
+        spec.name,
+        spec.group,
+        args | {"d_v": D_V, "causal": spec.prefill, "ids": "ascending" if spec.prefill else "random"},
+        ms,
+        tflops=tflops,
+        peer=(spec.peer[0], peer_figure(OP, *spec.peer[1:])) if spec.peer else None,
+        err=errors,
+        **time_versus(ms, spec.compare_to, times),
+    )
 
 
-def measure_host() -> dict[str, Any]:
+def measure_host() -> Case:
     """Microseconds until the public function returns, on work so small that the GPU keeps up."""
     inputs = make_inputs(seq=1, s_kv=64, heads=16, topk=64, device="cuda")
     microseconds = host_us(lambda: dsa_ext.sparse_mla(inputs.q, inputs.kv, inputs.indices))
     args = {"B": 1, "S": 1, "S_kv": 64, "H": 16, "G": 1, "K": 64, "d_qk": 576, "d_v": D_V, "causal": True}
-    return {
-        "name": "host_time_of_a_call_without_grad",
-        "group": "Host",
-        "args": args,
-        "ms": round(microseconds / 1e3, 6),
-        "tflops": None,
-        "peer": None,
-        "peer_value": None,
-        "ratio": None,
-        "err": None,
-    }
+    return make_case("host_time_of_a_call_without_grad", "Host", args, microseconds / 1e3)
 
 
-def plot(cases: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def plot(cases: list[Case], path: Path) -> None:
+    plt = pyplot()
     by_name = {case["name"]: case for case in cases}
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), constrained_layout=True)
     for axis, heads in zip(axes, (128, 64), strict=False):
@@ -189,26 +180,10 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their name; writes no file")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
-    args = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        parser.error("needs a Hopper GPU (sm_90)")
-
-    chosen = [spec for spec in specs() if args.only in spec.name]
-    progress = Progress(total=len(chosen) + 1)
-    cases: list[dict[str, Any]] = []
-    times: dict[str, float] = {}
+    args = parse_arguments(__doc__)
     with torch.inference_mode():
-        for spec in chosen:
-            cases.append(measure(spec, times))
-            times[spec.name] = cases[-1]["ms"]
-            progress.step(f"{spec.group}: {spec.name}")
-    cases.append(measure_host())
-    progress.step("Host")
-
-    report(OP, cases, None if args.only else args.out, plot)
+        cases = measure_all(OP, specs(), measure, args.only)
+    report(OP, [*cases, measure_host()], None if args.only else args.out, plot)
 
 
 if __name__ == "__main__":

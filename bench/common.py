@@ -1,19 +1,22 @@
-"""What every benchmark shares: the timer, the peers' figures, the result file, plots."""
+"""What every benchmark shares: its arguments, the timer, the peers' figures, cases and their file, plots."""
 
+import argparse
 import hashlib
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsa_ext.testing.progress import Progress
 from dsa_ext.testing.timing import time_ms
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results" / "h200"
+Case = dict[str, Any]
 PEERS: dict[str, Any] = json.loads((BENCH / "peers_h200.json").read_text())
 #: Colours of our bars, the best peer's, and the others'.
 COLOURS = ("#1f77b4", "#9aa5b1", "#d5b483")
@@ -24,6 +27,66 @@ except ImportError:  # not every torch brings triton
     do_bench = None
 
 TIMER = "triton.testing.do_bench, median" if do_bench else "CUDA events, L2 flushed, median"
+
+
+def parse_arguments(doc: str) -> argparse.Namespace:
+    """`only` and `out`. Where there is no Hopper GPU the program ends."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in OP/NAME; writes no file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        parser.error("needs a Hopper GPU (sm_90)")
+    return args
+
+
+def measure_all(
+    op: str, specs: Iterable[Any], measure: Callable[[Any, dict[str, float]], Case], only: str
+) -> list[Case]:
+    """A case of each chosen spec, which has a `group` and a `name`. `measure` gets the times of those before it."""
+    chosen = [spec for spec in specs if only in f"{op}/{spec.name}"]
+    progress = Progress(total=len(chosen))
+    times: dict[str, float] = {}
+    cases = []
+    for spec in chosen:
+        cases.append(measure(spec, times))
+        times[spec.name] = cases[-1]["ms"]
+        progress.step(f"{op}: {spec.name}")
+    return cases
+
+
+def make_case(
+    name: str,
+    group: str,
+    args: dict[str, Any],
+    ms: float,
+    *,
+    tflops: float | None = None,
+    peer: tuple[str, float] | None = None,
+    err: dict[str, float] | None = None,
+    **others: Any,
+) -> Case:
+    """One line of a result file. The peer's figure is its TFLOP/s where the case has some, else its milliseconds."""
+    ratio = None
+    if peer:
+        ratio = tflops / peer[1] if tflops else peer[1] / ms
+    return {
+        "name": name,
+        "group": group,
+        "args": args,
+        "ms": round(ms, 6),
+        "tflops": round(tflops, 2) if tflops else None,
+        "peer": peer[0] if peer else None,
+        "peer_value": peer[1] if peer else None,
+        "ratio": round(ratio, 4) if ratio else None,
+        "err": err,
+        **others,
+    }
+
+
+def time_versus(ms: float, name: str | None, times: dict[str, float]) -> dict[str, Any]:
+    """This time as a multiple of that of the case `name`, if that was measured: fields of a case."""
+    return {"time_vs": {name: round(ms / times[name], 3)}} if name in times else {}
 
 
 def measure_ms(call: Callable[[], object]) -> float:
@@ -56,7 +119,7 @@ def machine() -> dict[str, str]:
     }
 
 
-def write_results(op: str, cases: Sequence[dict[str, Any]], folder: Path) -> Path:
+def write_results(op: str, cases: Sequence[Case], folder: Path) -> Path:
     """Writes <op>.json: one line a case, so that a new measurement reads well in a diff."""
     head = {"op": op, **machine(), "timer": TIMER, "csrc_sha256": csrc_sha256()}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -79,23 +142,37 @@ def causal_indices(seq: int, topk: int, generator: torch.Generator) -> Tensor:
     return indices.masked_fill(indices == seq, -1).int()[None, :, None]
 
 
-def report(op: str, cases: Sequence[dict[str, Any]], folder: Path | None, plot: Callable[[Any, Path], None]) -> None:
+def report(op: str, cases: Sequence[Case], folder: Path | None, plot: Callable[[Any, Path], None]) -> None:
     """Prints a line a case and, where there is a folder, writes the result file and the plot there."""
+    units = {"tflops": "TFLOP/s", "tbps": "TB/s", "extra_mb": "MB"}
     for case in cases:
+        rates = "".join(f"{case[key]:9.2f} {unit}" for key, unit in units.items() if case.get(key) is not None)
         ratio = f"{case['ratio']:8.3f} x {case['peer']}" if case["ratio"] else ""
         versus = "".join(f"{value:8.3f} x time of {name}" for name, value in case.get("time_vs", {}).items())
-        print(f"{case['name']:<36}{case['ms']:>11.4f} ms{case['tflops'] or 0:>9.1f} TFLOP/s{ratio}{versus}")
+        print(f"{case['name']:<36}{case['ms']:>11.4f} ms{rates}{ratio}{versus}")
     if folder is not None:
         path = write_results(op, cases, folder)
         plot(cases, path.with_suffix(".png"))
         print(f"wrote {path} and {path.with_suffix('.png').name}")
 
 
-def grouped_bars(axis: Any, labels: Sequence[str], series: dict[str, Sequence[float]]) -> None:
+def pyplot() -> Any:
+    """matplotlib.pyplot, which draws into files alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def grouped_bars(
+    axis: Any, labels: Sequence[str], series: dict[str, Sequence[float]], *, number: str = "{:.0f}"
+) -> None:
     """Bars side by side: one group a label, one colour a series, the value on top of each bar."""
     width = 0.8 / len(series)
-    for number, ((name, values), colour) in enumerate(zip(series.items(), COLOURS, strict=False)):
-        places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(labels))]
-        axis.bar_label(axis.bar(places, values, width, label=name, color=colour), fmt="{:.0f}", fontsize=8)
+    for place_in_group, ((name, values), colour) in enumerate(zip(series.items(), COLOURS, strict=False)):
+        places = [place + (place_in_group - (len(series) - 1) / 2) * width for place in range(len(labels))]
+        axis.bar_label(axis.bar(places, values, width, label=name, color=colour), fmt=number, fontsize=8)
     axis.set_xticks(range(len(labels)), labels)
     axis.legend(loc="lower right", fontsize=8)

@@ -18,23 +18,31 @@ BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", r
 Case = dict[str, Any]
 
 
-def time(case: Case) -> str:
-    return f"{case['ms'] * 1e3:.1f} µs" if case["ms"] < 0.5 else f"{case['ms']:.2f} ms"
+def time(ms: float) -> str:
+    return f"{ms * 1e3:.1f} µs" if ms < 0.5 else f"{ms:.2f} ms"
+
+
+def peer(case: Case, figure: str) -> str:
+    return f"{figure} ({case['peer']})"
 
 
 def versus(case: Case) -> str:
     return ", ".join(f"{value:.2f} x `{name}`" for name, value in case.get("time_vs", {}).items())
 
 
-#: Heading and cell of each column; a column that is empty in every row is left out.
+#: Heading and cell of each column; a column that is empty in every row is left out. A peer's figure is its TFLOP/s if
+#: the case has some, else its milliseconds.
 COLUMNS: dict[str, Callable[[Case], str]] = {
     "case": lambda case: f"`{case['name']}`",
-    "time": time,
+    "time": lambda case: time(case["ms"]),
     "TFLOP/s": lambda case: f"{case['tflops']:.0f}" if case["tflops"] else "",
-    "peer's TFLOP/s": lambda case: f"{case['peer_value']:.0f} ({case['peer']})" if case["peer"] else "",
+    "TB/s": lambda case: f"{case['tbps']:.2f}" if "tbps" in case else "",
+    "peer's TFLOP/s": lambda case: peer(case, f"{case['peer_value']:.0f}") if case["peer"] and case["tflops"] else "",
+    "peer's time": lambda case: peer(case, time(case["peer_value"])) if case["peer"] and not case["tflops"] else "",
     "ratio": lambda case: f"**{case['ratio']:.2f}**" if case["ratio"] else "",
     "time beside": versus,
-    "error": lambda case: f"{case['err']['similarity']:.1e}" if case["err"] else "",
+    "memory beside results": lambda case: f"{case['extra_mb']:.0f} MB" if "extra_mb" in case else "",
+    "error": lambda case: f"{case['err']['similarity']:.1e}" if "similarity" in (case["err"] or {}) else "",
 }
 
 
@@ -54,7 +62,7 @@ def block(op: str) -> str:
         f"{result['gpu']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}; "
         f"{result['timer']}; kernels `{result['csrc_sha256'][:12]}`.",
         "",
-        f"![TFLOP/s of {op} beside its peers]({RESULTS}/{op}.png)",
+        f"![Speed of {op} beside its peers]({RESULTS}/{op}.png)",
     ]
     groups = dict.fromkeys(case["group"] for case in result["cases"])
     for group in groups:

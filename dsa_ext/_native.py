@@ -46,7 +46,7 @@ def build_info() -> dict[str, str]:
     elif not hopper:
         info["kernels"] = "built for sm_90a, but there is no such GPU: the CPU implementation is available"
     else:
-        info["kernels"] = "sparse_mla_fwd, sparse_mla_bwd (sm_90a)"
+        info["kernels"] = "sparse_mla_fwd, sparse_mla_bwd, indexer_logits, topk_select, indexer_topk (sm_90a)"
     return info
 
 

@@ -151,8 +151,8 @@ def indexer_logits(
         clean: write -inf outside the bounds. What stands there is unspecified otherwise.
 
     Returns:
-        logits [S, S_kv], fp32 (float64 for float64 inputs). Differentiable (once) with respect to q, k and weights, but
-        not for float8_e4m3fn.
+        logits [S, S_kv], fp32 (float64 for float64 inputs), whose rows are a multiple of 4 elements apart.
+        Differentiable (once) with respect to q, k and weights, but not for float8_e4m3fn.
 
     Raises:
         RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what

@@ -2,9 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "ops/indexer_logits/config.h"
+#include "ops/indexer_topk/plan.h"
 #include "ops/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla_fwd/config.h"
 #include "ops/sparse_mla_fwd/plan.h"
+#include "ops/topk_select/config.h"
 
 namespace py = pybind11;
 
@@ -33,4 +36,11 @@ PYBIND11_MODULE(host_functions, m) {
     bwd_configs.push_back(py::make_tuple(config.d_qk, config.d_v));
   }
   bwd.attr("configs") = bwd_configs;  // (d_qk, d_v)
+
+  m.def_submodule("indexer_logits").attr("threads") = dsa::indexer_logits::kThreads;
+  m.def_submodule("indexer_topk").def("queries_at_once", &dsa::indexer_topk::queries_at_once);
+  py::module_ select = m.def_submodule("topk_select");
+  select.attr("threads") = dsa::topk_select::HeldClusterShape::kThreads;
+  select.attr("kernels") = 2 * (2 + 2);  // of dtypes, held and filtered
+  select.def("plan_ctas", &dsa::topk_select::plan_ctas);
 }

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,8 +21,6 @@ import dsa_ext
 from dsa_ext import _native, ops
 from dsa_ext.ops import _library
 
-#: What every main kernel claims to be made of: tensor cores, TMA in and out, cp.async, mbarriers, moved registers.
-INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
 REGISTERS_PER_SM = 65536
 
 needs_library = pytest.mark.skipif(_native.library is None, reason=f"no kernels: {_native.missing_reason}")
@@ -146,46 +145,83 @@ def test_bad_build_mode() -> None:
     assert "DSA_EXT_CUDA must be auto, 1 or 0, got 'yes'" in done.stderr
 
 
-#: Of each operator: the main kernel's name, its instances for one config, and the other kernels' names.
-KERNELS = {
-    "sparse_mla_fwd": ("sparse_mla_fwd_kernel", 1, ["combine_kernel"]),
-    # That adds to sums, and that stores rows.
-    "sparse_mla_bwd": (
-        "sparse_mla_bwd_kernel",
-        2,
-        ["cast_kernel", "combine_kernel", "sink_kernel", "sum_rows_kernel"],
-    ),
-}
+class Kernels(NamedTuple):
+    """What one source file compiles to."""
+
+    main: str  # pattern of the main kernels' names
+    instances: int  # of them
+    threads: int  # most of one CTA
+    instructions: tuple[str, ...]  # that every main kernel claims to be made of
+    others: tuple[str, ...] = ()  # the other kernels' names
 
 
-@pytest.mark.parametrize("op", KERNELS)
-def test_compiler_report(op: str, host_functions: ModuleType) -> None:
+#: Tensor cores, TMA in and out, cp.async, mbarriers, moved registers.
+MLA = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
+SOURCES = [
+    "sparse_mla_fwd/launch",
+    "sparse_mla_bwd/launch",
+    "indexer_logits/launch_fp8",
+    "indexer_logits/launch_bf16",
+    "topk_select/launch",
+]
+
+
+def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
+    fwd, bwd, logits, select = (
+        getattr(host_functions, op) for op in ("sparse_mla_fwd", "sparse_mla_bwd", "indexer_logits", "topk_select")
+    )
+    logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # of heads and of columns
+    bwd_others = ("cast_kernel", "combine_kernel", "sink_kernel", "sum_rows_kernel")
+    return {
+        "sparse_mla_fwd/launch": Kernels(
+            "sparse_mla_fwd_kernel", len(fwd.configs), fwd.threads, MLA, ("combine_kernel",)
+        ),
+        # One that adds to sums, and one that stores rows.
+        "sparse_mla_bwd/launch": Kernels(
+            "sparse_mla_bwd_kernel", 2 * len(bwd.configs), bwd.threads, (*MLA, "REDG"), bwd_others
+        ),
+        "indexer_logits/launch_fp8": Kernels(
+            "indexer_logits_kernel.*e4m3", logits_shapes, logits.threads, ("QGMMA", *scoring)
+        ),
+        "indexer_logits/launch_bf16": Kernels(
+            "indexer_logits_kernel.*bfloat16",
+            logits_shapes,
+            logits.threads,
+            ("HGMMA", *scoring),
+        ),
+        "topk_select/launch": Kernels(
+            "topk_select_kernel", select.kernels, select.threads, ("UBLKCP", "ATOMS", "REDUX")
+        ),
+    }[source]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_compiler_report(source: str, host_functions: ModuleType) -> None:
     """ptxas: nothing spilled, no tensor-core instruction serialised, registers for a whole CTA of each kernel."""
-    report = ROOT / f"build/obj/csrc/ops/{op}/launch.o.ptxas"
+    report = ROOT / f"build/obj/csrc/ops/{source}.o.ptxas"
     if not report.is_file():
         pytest.skip("the kernels were not compiled in this checkout")
     text = report.read_text()
     assert "Potential Performance Loss" not in text
-    kernels = re.findall(
+    reported = re.findall(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers",
         text,
         flags=re.DOTALL,
     )
     # The pattern must not skip a kernel whose report looks different.
-    assert len(kernels) == text.count("Compiling entry function")
-    main, instances, others = KERNELS[op]
-    of_op = getattr(host_functions, op)
-    names = [name for name, *_ in kernels]
-    assert sum(main in name for name in names) == instances * len(of_op.configs)
-    assert len(names) == instances * len(of_op.configs) + len(others)
-    for other in others:
-        assert sum(other in name for name in names) == others.count(other)
-    for name, *numbers in kernels:
+    assert len(reported) == text.count("Compiling entry function")
+    kernels = kernels_of(source, host_functions)
+    names = [name for name, *_ in reported]
+    assert sum(bool(re.search(kernels.main, name)) for name in names) == kernels.instances
+    assert len(names) == kernels.instances + len(kernels.others)
+    for other in kernels.others:
+        assert sum(other in name for name in names) == 1
+    for name, *numbers in reported:
         _, stores, loads, registers = map(int, numbers)
         assert (stores, loads) == (0, 0), name
-        if main in name:
-            assert registers * of_op.threads <= REGISTERS_PER_SM, name
+        if re.search(kernels.main, name):
+            assert registers * kernels.threads <= REGISTERS_PER_SM, name
 
 
 @needs_library
@@ -194,11 +230,12 @@ def test_kernels_contain_the_instructions_they_claim(host_functions: ModuleType)
     path = os.pathsep.join([*folders, os.environ["PATH"]])
     disassembly = run(tool("cuobjdump"), "-sass", _native.library or "", PATH=path)
     functions = disassembly.split("Function : ")[1:]
-    for op, (main, instances, _) in KERNELS.items():
-        kernels = [function for function in functions if main in function.split("\n", 1)[0]]
-        assert len(kernels) == instances * len(getattr(host_functions, op).configs)
-        for kernel in kernels:
-            for instruction in INSTRUCTIONS + (("REDG",) if op == "sparse_mla_bwd" else ()):
+    for source in SOURCES:
+        kernels = kernels_of(source, host_functions)
+        found = [function for function in functions if re.search(kernels.main, function.split("\n", 1)[0])]
+        assert len(found) == kernels.instances
+        for kernel in found:
+            for instruction in kernels.instructions:
                 assert re.search(rf"\b{instruction}\b", kernel), (kernel.split("\n", 1)[0], instruction)
 
 
@@ -255,3 +292,26 @@ def test_plan_items_fills_the_chip(host_functions: ModuleType) -> None:
     assert plan(4096, 2048, 132) == (4092, 16)
     assert plan(132 * 7, 2048, 132) == (132 * 7, 1)
     assert plan(1, 64, 132) == (1, 1)
+
+
+@given(rows=st.integers(0, 2**31 - 1), columns=st.integers(0, 2**31 - 1), num_sms=st.integers(1, 200))
+def test_plan_ctas(host_functions: ModuleType, rows: int, columns: int, num_sms: int) -> None:
+    ctas = host_functions.topk_select.plan_ctas(rows, columns, num_sms)
+    assert ctas in (1, 2, 4, 8)
+    if ctas > 1:
+        assert rows * ctas <= 2 * num_sms, "the CTAs of all rows must run at once"
+
+
+def test_plan_ctas_fills_the_chip(host_functions: ModuleType) -> None:
+    plan = host_functions.topk_select.plan_ctas
+    assert plan(1, 131072, 132) == 8
+    assert plan(4096, 131072, 132) == 1
+    assert plan(1, 1000, 132) == 1
+
+
+@given(queries=st.integers(0, 2**20), keys=st.integers(0, 2**20), topk=st.integers(1, 4096))
+def test_scored_at_once(host_functions: ModuleType, queries: int, keys: int, topk: int) -> None:
+    count = host_functions.indexer_topk.queries_at_once(queries, keys, topk)
+    assert min(1, queries) <= count <= queries
+    assert count <= 1 or count * keys * 4 <= queries * topk * 8 + 2**26
+    assert count < 64 or count == queries or count % 64 == 0

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, make_inputs, poison_unselected, spoil_indices, strided_copy
+from dsa_ext.testing.memory import bytes_beside_results
 from dsa_ext.testing.tolerances import backward_errors
 
 pytestmark = pytest.mark.gpu
@@ -25,14 +26,6 @@ FWD = torch.ops.dsa.sparse_mla_fwd.default
 OP = torch.ops.dsa.sparse_mla_bwd.default
 DEVICE = "cuda"
 both_modes = pytest.mark.parametrize("deterministic", [False, True])
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> None:
-    """Fills the allocator's free memory with NaN bits, so that an element that nobody writes shows."""
-    blocks = [torch.full((2**17,), -1, dtype=torch.int32, device=DEVICE) for _ in range(64)]
-    blocks.append(torch.full((2**27,), -1, dtype=torch.int32, device=DEVICE))
-    del blocks
 
 
 def normal(like: Tensor, seed: int = 1) -> Tensor:
@@ -245,11 +238,7 @@ def test_deterministic_algorithms_imply_it() -> None:
 
 def memory_beside_results(q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> int:
     out, lse = FWD(q, kv, indices)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    grads = OP(out, q, kv, out, lse, indices, **options)
-    return torch.cuda.max_memory_allocated() - before - sum(grad.numel() * grad.element_size() for grad in grads)
+    return bytes_beside_results(lambda: OP(out, q, kv, out, lse, indices, **options))
 
 
 @pytest.mark.parametrize("sizes", [(2, 300, 3000, 128, 2048), (1, 8192, 8192, 16, 512)], ids=str)

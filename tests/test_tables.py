@@ -60,3 +60,14 @@ def test_columns_without_values_are_left_out(tables: ModuleType) -> None:
     assert tables.table([case]) == ["| case | time |", "| --- | --- |", "| `one` | 12.5 µs |"]
     case["time_vs"] = {"other": 0.5}
     assert tables.table([case])[2] == "| `one` | 12.5 µs | 0.50 x `other` |"
+
+
+def test_cases_without_flops(tables: ModuleType) -> None:
+    """The peer's figure is then a time; selections are right or not, so that they have no error."""
+    case = {"name": "one", "ms": 1.0, "tflops": None, "peer": "Peer", "peer_value": 0.25, "ratio": 0.25}
+    case |= {"err": {"differing_rows": 0}, "tbps": 2.125, "extra_mb": 63.7}
+    assert tables.table([case]) == [
+        "| case | time | TB/s | peer's time | ratio | memory beside results |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| `one` | 1.00 ms | 2.12 | 250.0 µs (Peer) | **0.25** | 64 MB |",
+    ]

@@ -19,9 +19,16 @@ Function driver_function(const char* name) {
   return reinterpret_cast<Function>(entry);
 }
 
+// How many CTAs, in clusters of how many.
+struct Grid {
+  unsigned ctas, cluster;
+
+  constexpr Grid(unsigned ctas, unsigned cluster = 1) : ctas(ctas), cluster(cluster) {}
+};
+
 // Launches `kKernel` on `device`, which is current. Returns null, or a text that says what failed.
 template <auto kKernel, class... Args>
-const char* launch_kernel(int device, unsigned grid, dim3 threads, int shared_bytes, cudaStream_t stream,
+const char* launch_kernel(int device, Grid grid, dim3 threads, int shared_bytes, cudaStream_t stream,
                           const Args&... args) {
   constexpr int kMaxDevices = 64;
   static std::array<std::atomic<cudaFunction_t>, kMaxDevices> loaded{};
@@ -33,11 +40,25 @@ const char* launch_kernel(int device, unsigned grid, dim3 threads, int shared_by
     if (error != cudaSuccess) return cudaGetErrorString(error);
     loaded[device % kMaxDevices].store(function, std::memory_order_relaxed);
   }
-  static const auto launch = driver_function<decltype(&cuLaunchKernel)>("cuLaunchKernel");
-  if (launch == nullptr) return "the driver has no cuLaunchKernel";
+  static const auto launch = driver_function<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
+  if (launch == nullptr) return "the driver has no cuLaunchKernelEx";
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
-  const CUresult result =
-      launch(function, grid, 1, 1, threads.x, threads.y, threads.z, shared_bytes, stream, pointers, nullptr);
+  CUlaunchAttribute cluster{};
+  cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+  cluster.value.clusterDim = {grid.cluster, 1, 1};
+  const CUlaunchConfig config{
+      .gridDimX = grid.ctas,
+      .gridDimY = 1,
+      .gridDimZ = 1,
+      .blockDimX = threads.x,
+      .blockDimY = threads.y,
+      .blockDimZ = threads.z,
+      .sharedMemBytes = static_cast<unsigned>(shared_bytes),
+      .hStream = stream,
+      .attrs = &cluster,
+      .numAttrs = grid.cluster > 1,
+  };
+  const CUresult result = launch(&config, function, pointers, nullptr);
   // The runtime's error codes are the driver's.
   return result == CUDA_SUCCESS ? nullptr : cudaGetErrorString(static_cast<cudaError_t>(result));
 }

@@ -30,23 +30,31 @@ __device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
                : "memory");
 }
 
+// mbarrier.arrive.expect_tx: both
+__device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
 // cp.async.mbarrier.arrive.noinc: arrives once all earlier cp.async of this thread have landed
 __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// mbarrier.try_wait.parity: returns when the phase of this parity has completed
+// mbarrier.try_wait.parity: returns when the phase of this parity has completed. A thread that has long to wait sleeps;
+// without the hint it would wake, and take issue slots from others, every now and then.
 __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
+  constexpr uint32_t kSleepNanoseconds = 10'000'000;
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "retry:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
       "@done bra finished;\n"
       "bra retry;\n"
       "finished:\n"
       "}\n" ::"r"(shared_address(barrier)),
-      "r"(parity)
+      "r"(parity), "r"(kSleepNanoseconds)
       : "memory");
 }
 

@@ -31,10 +31,16 @@ __device__ __forceinline__ void set_registers() {
   }
 }
 
-// bar.sync on a named barrier, for the threads of one warpgroup
+// bar.sync on a named barrier, for `kThreads` threads
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+// The same for the threads of one warpgroup.
 template <int kBarrier>
 __device__ __forceinline__ void sync_warpgroup() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kWarpgroupThreads) : "memory");
+  sync_threads<kBarrier, kWarpgroupThreads>();
 }
 
 // barrier.red.or: bar.sync, and whether `predicate` holds in any thread of the warpgroup

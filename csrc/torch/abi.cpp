@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cctype>
 #include <cstdint>
 #include <string>
 
@@ -17,7 +18,7 @@ constexpr int64_t kRowAlignment = 16;  // bytes: what cp.async and tensor maps a
 constexpr int kMaxDims = 5;
 
 // The names that Python shows.
-const char* dtype_name(ScalarType dtype) {
+std::string dtype_name(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::BFloat16:
       return "bfloat16";
@@ -39,9 +40,18 @@ const char* dtype_name(ScalarType dtype) {
       return "int64";
     case ScalarType::Bool:
       return "bool";
-    default:
-      return torch::headeronly::toString(dtype);
+    default: {
+      std::string name = torch::headeronly::toString(dtype);
+      for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+      return name;
+    }
   }
+}
+
+std::string dtype_names(std::initializer_list<ScalarType> dtypes) {
+  std::string names;
+  for (ScalarType dtype : dtypes) names += (names.empty() ? "" : " or ") + dtype_name(dtype);
+  return names;
 }
 
 int32_t device_type(const Tensor& tensor) {
@@ -60,10 +70,18 @@ std::string expected_shape(std::initializer_list<Dim> dims, bool with_sizes) {
   return text + "]";
 }
 
+Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype, int device_index) {
+  const int32_t shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dims, sizes, strides, shim_dtype, aoti_torch_device_type_cuda(), device_index, &handle));
+  return Tensor(handle);
+}
+
 }  // namespace
 
 std::string describe(const Tensor& tensor) {
-  std::string text = std::string(dtype_name(tensor.scalar_type())) + " [";
+  std::string text = dtype_name(tensor.scalar_type()) + " [";
   for (int64_t i = 0; i < tensor.dim(); ++i) text += (i ? ", " : "") + std::to_string(tensor.size(i));
   return text + "]";
 }
@@ -76,14 +94,15 @@ std::string describe_device(const Tensor& tensor) {
   return name + ":" + std::to_string(tensor.get_device_index());
 }
 
-void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType dtype,
+void check_tensor(const char* op, const char* name, const Tensor& tensor, std::initializer_list<ScalarType> dtypes,
                   std::initializer_list<Dim> dims) {
-  DSA_CHECK(tensor.scalar_type() == dtype && tensor.dim() == static_cast<int64_t>(dims.size()), op, ": ", name,
-            " must be ", dtype_name(dtype), " ", expected_shape(dims, false), ", got ", describe(tensor));
+  const bool known = std::find(dtypes.begin(), dtypes.end(), tensor.scalar_type()) != dtypes.end();
+  DSA_CHECK(known && tensor.dim() == static_cast<int64_t>(dims.size()), op, ": ", name, " must be ",
+            dtype_names(dtypes), " ", expected_shape(dims, false), ", got ", describe(tensor));
   const int64_t* sizes = tensor.sizes().data();
   for (const Dim& dim : dims) {
     const int64_t size = *sizes++;
-    DSA_CHECK(dim.size == Dim::kAny || size == dim.size, op, ": ", name, " must be ", dtype_name(dtype), " ",
+    DSA_CHECK(dim.size == Dim::kAny || size == dim.size, op, ": ", name, " must be ", dtype_names(dtypes), " ",
               expected_shape(dims, true), ", got ", describe(tensor));
     DSA_CHECK(size <= INT32_MAX, op, ": ", name, " must have sizes below 2^31, got ", describe(tensor));
   }
@@ -97,6 +116,7 @@ void check_last_stride(const char* op, const char* name, const Tensor& tensor) {
 
 void check_rows_aligned(const char* op, const char* name, const Tensor& tensor) {
   check_last_stride(op, name, tensor);
+  if (tensor.numel() == 0) return;
   const int64_t elements = kRowAlignment / static_cast<int64_t>(tensor.element_size());
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   for (size_t i = 0; i + 1 < sizes.size(); ++i) {
@@ -134,6 +154,14 @@ Device device_info(int index) {
   return {static_cast<int>(packed >> 32), static_cast<int>(packed & INT32_MAX)};
 }
 
+Device hopper_device(const char* op, const char* name, const Tensor& tensor) {
+  DSA_CHECK(tensor.is_cuda(), op, ": ", name, " must be on a CUDA device, got ", describe_device(tensor));
+  const Device device = device_info(tensor.get_device_index());
+  DSA_CHECK(device.capability == 90, op, ": needs a Hopper GPU (sm_90), got sm_", device.capability, " on ",
+            describe_device(tensor));
+  return device;
+}
+
 Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_index) {
   std::array<int64_t, kMaxDims> strides{};
   int64_t stride = 1;
@@ -141,11 +169,14 @@ Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_
     strides[i] = stride;
     stride *= std::max<int64_t>(sizes.begin()[i], 1);
   }
-  const int32_t shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides.data(),
-                                                  shim_dtype, aoti_torch_device_type_cuda(), device_index, &handle));
-  return Tensor(handle);
+  return empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides.data(), dtype, device_index);
+}
+
+Tensor empty_float_rows(int64_t rows, int64_t columns, int device_index) {
+  constexpr int64_t kElements = kRowAlignment / sizeof(float);
+  const int64_t sizes[] = {rows, columns};
+  const int64_t strides[] = {(columns + kElements - 1) / kElements * kElements, 1};
+  return empty_strided(2, sizes, strides, ScalarType::Float, device_index);
 }
 
 Tensor aligned_contiguous(const Tensor& tensor) {

@@ -56,10 +56,14 @@ std::string describe_device(const Tensor& tensor);
 
 // Checks dtype, rank and sizes. `op` is the qualified name of the operator, `name` that of the
 // argument.
-void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType dtype,
+void check_tensor(const char* op, const char* name, const Tensor& tensor, std::initializer_list<ScalarType> dtypes,
                   std::initializer_list<Dim> dims);
+inline void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType dtype,
+                         std::initializer_list<Dim> dims) {
+  check_tensor(op, name, tensor, {dtype}, dims);
+}
 
-// Checks that every row of the last dimension is dense and starts 16-byte aligned.
+// Checks that every row of the last dimension is dense and starts 16-byte aligned, if there are elements.
 void check_rows_aligned(const char* op, const char* name, const Tensor& tensor);
 
 // Checks that the last dimension is dense.
@@ -77,8 +81,14 @@ struct Device {
 };
 Device device_info(int index);
 
+// The device that `tensor` is on, which must be a Hopper GPU.
+Device hopper_device(const char* op, const char* name, const Tensor& tensor);
+
 // Uninitialised and contiguous.
 Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_index);
+
+// Uninitialised fp32 rows that start 16-byte aligned.
+Tensor empty_float_rows(int64_t rows, int64_t columns, int device_index);
 
 // `tensor` itself where it is contiguous and starts 16-byte aligned, else a copy that is.
 Tensor aligned_contiguous(const Tensor& tensor);

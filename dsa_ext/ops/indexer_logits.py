@@ -46,7 +46,7 @@ def _fake(
     clean: bool = True,
 ) -> Tensor:
     check_scoring(_OP, q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
-    return q.new_empty(q.shape[0], k.shape[0], dtype=reference.sparse_mla.compute_dtype(q))
+    return reference.indexer.empty_logits(q, k)
 
 
 class _Autograd(torch.autograd.Function):

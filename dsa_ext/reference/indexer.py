@@ -30,6 +30,12 @@ def runs(rows: int, row_elements: int) -> Iterator[slice]:
         yield slice(i * step, (i + 1) * step)
 
 
+def empty_logits(q: Tensor, k: Tensor) -> Tensor:
+    """Uninitialised logits [S, S_kv]. In fp32 their rows start 16-byte aligned, as topk_select asks on a GPU."""
+    s_kv = k.shape[0]
+    return q.new_empty_strided((q.shape[0], s_kv), ((s_kv + 3) // 4 * 4, 1), dtype=compute_dtype(q))
+
+
 def indexer_logits(
     q: Tensor,
     k: Tensor,
@@ -47,7 +53,7 @@ def indexer_logits(
     s_kv = k.shape[0]
     dtype = compute_dtype(q)
     keys = k.to(dtype).mT
-    logits = q.new_empty(seq, s_kv, dtype=dtype)
+    logits = empty_logits(q, k)
     for run in runs(seq, heads * s_kv):
         scores = (q[run].to(dtype) @ keys).relu_()  # [s, Hi, S_kv]
         sums = (weights[run, None] @ scores)[:, 0]

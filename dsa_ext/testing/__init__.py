@@ -1,1 +1,1 @@
-"""Inputs, tolerances and timing, shared by the tests and the benchmarks."""
+"""Inputs, tolerances, timing and memory, shared by the tests and the benchmarks."""

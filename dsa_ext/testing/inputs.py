@@ -96,6 +96,15 @@ def strided_copy(tensor: Tensor, *, swap_leading: bool = False, pad: int = 64) -
     return view.transpose(0, 1) if swap_leading else view
 
 
+def strided_rows(rows: Tensor, fill: float = torch.nan) -> Tensor:
+    """The same rows [R, C] as a view of a larger buffer in which each starts 16-byte aligned. `fill` stands around."""
+    count, columns = rows.shape
+    buffer = rows.new_full((count + 1, (columns + 15) // 16 * 16 + 32), fill)
+    view = buffer[1:, 16 : 16 + columns]
+    view.copy_(rows)
+    return view
+
+
 @dataclass
 class IndexerInputs:
     q: Tensor  # [S, Hi, Di]

@@ -155,6 +155,25 @@ def logits_errors(
     )
 
 
+def bits(x: Tensor) -> Tensor:
+    """The same memory as integers, which tell -0.0 from 0.0 and equal NaN."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def check_selected(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Fails unless the indices and values of two selections are the same bits."""
+    for name, a, b in zip(("indices", "values"), got, expected, strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise AssertionError(f"{name}: {a.dtype} {list(a.shape)} instead of {b.dtype} {list(b.shape)}")
+        wrong = bits(a) != bits(b)
+        if wrong.any():
+            row, slot = wrong.nonzero()[0].tolist()
+            raise AssertionError(
+                f"{name} differ in {int(wrong.any(1).sum())} of {len(a)} rows, first in row {row}, slot {slot}: "
+                f"{a[row, slot].item()} instead of {b[row, slot].item()}"
+            )
+
+
 def magnitudes(q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """What rounding errors are relative to, given the reference's lse.
 

@@ -51,14 +51,6 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
   if (options.attn_sink) check_same_device(op, "attn_sink", *options.attn_sink, "q", q);
 }
 
-Device hopper_device(const char* op, const Tensor& q) {
-  DSA_CHECK(q.is_cuda(), op, ": q must be on a CUDA device, got ", describe_device(q));
-  const Device device = device_info(q.get_device_index());
-  DSA_CHECK(device.capability == 90, op, ": needs a Hopper GPU (sm_90), got sm_", device.capability, " on ",
-            describe_device(q));
-  return device;
-}
-
 Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, const Options& options,
                    const Device& device, int device_index) {
   const auto& [sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink] = options;

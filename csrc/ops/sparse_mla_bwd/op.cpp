@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   check_like_forward("out", out, ScalarType::BFloat16, true);
   check_like_forward("lse", lse, ScalarType::Float, false);
   if (dlse) check_like_forward("dlse", *dlse, ScalarType::Float, false);
-  const Device device = hopper_device(kOp, q);
+  const Device device = hopper_device(kOp, "q", q);
   const int device_index = q.get_device_index();
   const DeviceGuard guard(device_index);
 

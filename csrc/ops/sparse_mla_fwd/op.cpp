@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor> sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, s
                                           std::optional<Tensor> topk_length, std::optional<Tensor> attn_sink) {
   const Options options{sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink};
   check_inputs(kOp, q, kv, indices, options);
-  const Device device = hopper_device(kOp, q);
+  const Device device = hopper_device(kOp, "q", q);
   const int device_index = q.get_device_index();
   const DeviceGuard guard(device_index);
 

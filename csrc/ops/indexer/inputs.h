@@ -1,0 +1,24 @@
+// The arguments that indexer_logits and indexer_topk share, and what must hold of them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "ops/indexer_logits/params.h"
+#include "torch/abi.h"
+
+namespace dsa::indexer {
+
+struct Scoring {
+  Tensor q, k, weights, ks, ke;
+  std::optional<Tensor> k_scale;
+};
+
+// Everything that needs no device. `op` is the qualified name. Makes `k_scale` dense.
+void check_inputs(const char* op, Scoring& scoring);
+
+// What the kernel is told of queries [first, first + count), whose logits are rows of `logits`.
+indexer_logits::Params params_of(const Scoring& scoring, int64_t first, int64_t count, const Tensor& logits,
+                                 const Device& device, int device_index);
+
+}  // namespace dsa::indexer

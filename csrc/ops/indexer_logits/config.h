@@ -1,0 +1,28 @@
+// Sizes of the kernel of indexer_logits.
+#pragma once
+
+#include <algorithm>
+
+namespace dsa::indexer_logits {
+
+inline constexpr int kMathWarpgroups = 4;
+inline constexpr int kMathThreads = kMathWarpgroups * 128, kThreads = kMathThreads + 128;
+inline constexpr int kTileKeys = kMathWarpgroups * 64;  // 64 a warpgroup
+inline constexpr int kPassRows = 128;                   // rows of Q, each a head of a query, of one product
+inline constexpr int kMathRegisters = 112, kFeederRegisters = 32;
+
+// How one shape is computed: `row_bytes` of a head or a key.
+struct Config {
+  int row_bytes, heads;
+
+  constexpr int chunk_bytes() const { return std::min(row_bytes, 128); }
+  constexpr int chunks() const { return row_bytes / chunk_bytes(); }
+  constexpr int steps() const { return row_bytes / 32; }  // of a product
+  // Rows of Q that are held: as many as there is room for, so that a tile of keys serves many.
+  constexpr int rows() const { return std::min(512, 65536 / row_bytes); }
+  constexpr int queries() const { return rows() / heads; }
+  constexpr int pass_queries() const { return kPassRows / heads; }
+  constexpr int stages() const { return std::min(4, 131072 / (kTileKeys * row_bytes)); }
+};
+
+}  // namespace dsa::indexer_logits

@@ -1,0 +1,333 @@
+// Lightning indexer: logits[s, t] = k_scale[t] * sum_h relu(q[s, h].k[t]) * weights[s, h].
+//
+// Blocks of queries, whose heads are the rows of Q in shared memory, meet tiles of keys. The tiles that the queries of
+// a block see, over all blocks, are one long list, and each CTA takes an equal run of it. Four warpgroups multiply 64
+// keys at a time by 128 rows of Q, each by its own rows, whose weights stay in registers, and sum over heads: one
+// computes while others multiply. A fifth warpgroup feeds: one warp copies Q and keys, the others write -inf where no
+// tile is visited.
+#pragma once
+
+#include <cuda.h>
+#include <cutlass/cutlass.h>
+
+#include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "config.h"
+#include "params.h"
+#include "sm90/mbarrier.cuh"
+#include "sm90/mma.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/warpgroup.cuh"
+
+namespace dsa::indexer_logits {
+
+using namespace dsa::sm90;
+
+template <class Element, Config kC>
+struct SharedStorage {
+  alignas(1024) Element q[kC.rows() * kC.row_bytes / sizeof(Element)];
+  alignas(1024) Element keys[kC.stages()][kTileKeys * kC.row_bytes / sizeof(Element)];
+  int2 bounds[kMathThreads / 32][kC.pass_queries()];  // a copy for each warp
+  int64_t warp_units[kThreads / 32];
+  int64_t run_units;  // of this CTA, from unit `run_skip` of block `run_block` on
+  int run_block, run_skip;
+  alignas(8) uint64_t q_full, q_empty, keys_full[kC.stages()], keys_empty[kC.stages()];
+};
+
+// First key of a query, and the one behind its last; none where they are equal.
+__device__ __forceinline__ int2 bounds_of(const Params& p, int query) {
+  const int begin = max(0, p.ks[query * p.ks_stride]), end = min(p.seq_kv, p.ke[query * p.ke_stride]);
+  return {begin, max(begin, end)};
+}
+
+// The tiles that queries of a block see, and the keys that all of them see.
+struct BlockRange {
+  int first_tile = 0, tiles = 0;
+  int common_begin = 0, common_end = 0;
+
+  // What a CTA does is counted in units: two a tile, and one for the exchange of Q.
+  __device__ __forceinline__ int units() const { return tiles > 0 ? 2 * tiles + 1 : 0; }
+};
+
+__device__ __forceinline__ BlockRange range_of_bounds(int begin, int end, int common_begin, int common_end) {
+  if (begin >= end) return {};
+  const int first_tile = begin / kTileKeys;
+  return {first_tile, (end - 1) / kTileKeys + 1 - first_tile, common_begin, common_end};
+}
+
+// By all lanes of a warp.
+__device__ __forceinline__ BlockRange range_of(const Params& p, int first_query, int queries) {
+  int begin = INT_MAX, end = 0, common_begin = 0, common_end = INT_MAX;
+  for (int i = threadIdx.x % 32; i < queries && first_query + i < p.seq; i += 32) {
+    const int2 bounds = bounds_of(p, first_query + i);
+    if (bounds.x < bounds.y) begin = min(begin, bounds.x), end = max(end, bounds.y);
+    common_begin = max(common_begin, bounds.x), common_end = min(common_end, bounds.y);
+  }
+  return range_of_bounds(__reduce_min_sync(~0u, begin), __reduce_max_sync(~0u, end),
+                         __reduce_max_sync(~0u, common_begin), __reduce_min_sync(~0u, common_end));
+}
+
+// A CTA's run of the list of tiles: calls `visit(block, range, first, end)` for tiles [first, end) of each block.
+template <class Element, Config kC, class Visit>
+__device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, const Params& p, Visit visit) {
+  int skip = shared.run_skip;
+  int64_t left = shared.run_units;
+  for (int block = shared.run_block; left > 0 && block * kC.queries() < p.seq; ++block, skip = 0) {
+    const BlockRange range = range_of(p, block * kC.queries(), kC.queries());
+    const int end = static_cast<int>(min(int64_t{range.units()}, skip + left));
+    left -= end - skip;
+    if (skip / 2 < end / 2) visit(block, range, range.first_tile + skip / 2, range.first_tile + end / 2);
+  }
+}
+
+// Finds this CTA's run. By all threads.
+template <class Element, Config kC>
+__device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const Params& p, int blocks) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int thread_blocks = (blocks + kThreads - 1) / kThreads;
+  const int first = min(blocks, static_cast<int>(threadIdx.x) * thread_blocks);
+  const int end = min(blocks, first + thread_blocks);
+  const auto units_of = [&](int block) {
+    int keys_begin = INT_MAX, keys_end = 0;
+    for (int query = block * kC.queries(); query < min(p.seq, (block + 1) * kC.queries()); ++query) {
+      const int2 bounds = bounds_of(p, query);
+      if (bounds.x < bounds.y) keys_begin = min(keys_begin, bounds.x), keys_end = max(keys_end, bounds.y);
+    }
+    return range_of_bounds(keys_begin, keys_end, 0, 0).units();
+  };
+  int64_t mine = 0;
+  for (int block = first; block < end; ++block) mine += units_of(block);
+  int64_t before = mine;
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const int64_t other = __shfl_up_sync(~0u, before, lanes);
+    if (lane >= lanes) before += other;
+  }
+  if (lane == 31) shared.warp_units[warp] = before;
+  before -= mine;
+  if (threadIdx.x == 0) shared.run_units = 0;
+  __syncthreads();
+  int64_t all = 0;
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) before += shared.warp_units[w];
+    all += shared.warp_units[w];
+  }
+  const int64_t run_begin = all * blockIdx.x / gridDim.x, run_end = all * (blockIdx.x + 1) / gridDim.x;
+  if (run_begin < run_end && before <= run_begin && run_begin < before + mine) {
+    int block = first;
+    for (int units; before + (units = units_of(block)) <= run_begin; ++block) before += units;
+    shared.run_block = block;
+    shared.run_skip = static_cast<int>(run_begin - before);
+    shared.run_units = run_end - run_begin;
+  }
+  __syncthreads();
+}
+
+// Copies Q of each block and the tiles of keys. By one warp.
+template <class Element, Config kC>
+__device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const Params& p, const CUtensorMap& q_map,
+                                     const CUtensorMap& k_map) {
+  constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element);
+  const bool leader = threadIdx.x % 32 == 0;
+  Ring<kC.stages()> ring;
+  uint32_t q_parity = 1;  // the first Q need not wait
+  walk(shared, p, [&](int block, const BlockRange&, int first_tile, int end_tile) {
+    if (leader) {
+      wait(&shared.q_empty, q_parity);
+      arrive_and_expect(&shared.q_full, sizeof(shared.q));
+      for (int c = 0; c < kC.chunks(); ++c) {
+        tma_load(shared.q + c * kC.rows() * kChunkColumns, &q_map, {c * kChunkColumns, 0, 0, block * kC.queries(), 0},
+                 &shared.q_full);
+      }
+    }
+    q_parity ^= 1;
+    for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
+      if (!leader) continue;
+      wait(&shared.keys_empty[ring.slot], ring.parity ^ 1);
+      arrive_and_expect(&shared.keys_full[ring.slot], sizeof(shared.keys[0]));
+      for (int c = 0; c < kC.chunks(); ++c) {
+        tma_load(shared.keys[ring.slot] + c * kTileKeys * kChunkColumns, &k_map,
+                 {c * kChunkColumns, 0, 0, tile * kTileKeys, 0}, &shared.keys_full[ring.slot]);
+      }
+    }
+  });
+}
+
+// Writes -inf to what no tile covers. By `threads` threads, of which this is number `thread`, whole warps.
+template <Config kC>
+__device__ __forceinline__ void clean(const Params& p, int blocks, int thread, int threads) {
+  const auto fill = [&](float* g_row, int begin, int end) {  // `begin` is a multiple of 4
+    const int whole = begin + (end - begin) / 4 * 4;
+    for (int i = begin + 4 * thread; i < whole; i += 4 * threads) {
+      *reinterpret_cast<float4*>(g_row + i) = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+    }
+    if (whole + thread < end) g_row[whole + thread] = -INFINITY;
+  };
+  for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const BlockRange range = range_of(p, block * kC.queries(), kC.queries());
+    const int covered_begin = range.first_tile * kTileKeys, covered_end = covered_begin + range.tiles * kTileKeys;
+    for (int query = block * kC.queries(); query < min(p.seq, (block + 1) * kC.queries()); ++query) {
+      float* g_row = p.logits + query * p.logits_stride;
+      fill(g_row, 0, covered_begin);
+      fill(g_row, covered_end, p.seq_kv);
+    }
+  }
+}
+
+// relu(x) * w is sign_free(x) * weight: x + |x| runs at twice the rate of a maximum, and half the weight undoes it
+// exactly. Sums of bf16 products might overflow, so there it is the maximum, which keeps NaN.
+template <class Element>
+inline constexpr bool kDoubles = sizeof(Element) == 1;
+template <class Element>
+inline constexpr bool kIsScaled = sizeof(Element) == 1;
+
+template <class Element>
+__device__ __forceinline__ float rectified(float x) {
+  if constexpr (kDoubles<Element>) return x + fabsf(x);
+  float r;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// Multiplies keys, and sums over heads. `thread` is of all kMathThreads.
+template <class Element, Config kC>
+__device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, const Params& p, int thread) {
+  using namespace cute;
+  constexpr int kColumns = kC.row_bytes / sizeof(Element);
+  constexpr int kQueries = kC.queries(), kPassQueries = kC.pass_queries();
+  using Atom = std::conditional_t<kC.chunk_bytes() == 128, GMMA::Layout_K_SW128_Atom<Element>,
+                                  GMMA::Layout_K_SW64_Atom<Element>>;
+  using Mma = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kPassRows>, Int<32 / int(sizeof(Element))>>,
+                           GMMA::Major::K, GMMA::Major::K>()));
+  const int lane = thread % 32, warp = thread / 32 % 4, warpgroup = cutlass::canonical_warp_group_idx();
+  Mma mma;
+  const auto slice = mma.get_slice(thread % 128);
+  // Descriptors of all that may be multiplied.
+  const Tensor r_q = slice.partition_fragment_B(
+      make_tensor(make_smem_ptr(shared.q), tile_to_shape(Atom{}, Shape<Int<kC.rows()>, Int<kColumns>>{})));
+  const Tensor r_keys = slice.partition_fragment_A(make_tensor(
+      make_smem_ptr(shared.keys[0]), tile_to_shape(Atom{}, Shape<Int<kTileKeys>, Int<kColumns>, Int<kC.stages()>>{})));
+  Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kPassRows>>{});
+
+  // Of the sums of a warp's 16 keys, a lane ends with those of one key, for every other query.
+  const int upper = lane >> 1 & 1, odd = lane & 1;
+  const int lane_key = warp * 16 + upper * 8 + lane / 4;
+  const unsigned lane_offset = odd * static_cast<unsigned>(p.logits_stride) + lane_key;
+  Ring<kC.stages()> ring;
+  uint32_t q_parity = 0;
+  walk(shared, p, [&](int block, const BlockRange& range, int first_tile, int end_tile) {
+    // Where there are fewer passes than warpgroups, several take turns at the 64s of keys.
+    const int first_query = block * kQueries, queries = min(kQueries, p.seq - first_query);
+    const int passes = (queries + kPassQueries - 1) / kPassQueries;
+    const int turns = kMathWarpgroups / passes, turn = warpgroup / passes, pass = warpgroup % passes;
+    const int pass_query = first_query + pass * kPassQueries;
+    // Of 8 columns of a product, lane l % 4 holds number 2 (l % 4) and the next.
+    float weights[kPassRows / 4];
+#pragma unroll
+    for (int i = 0; i < kPassRows / 4; ++i) {
+      const int column = i / 2 * 8 + lane % 4 * 2 + i % 2, query = pass_query + column / kC.heads;
+      weights[i] = query < p.seq ? p.weights[query * p.weights_stride + column % kC.heads] : 0.f;
+      if (kDoubles<Element>) weights[i] *= 0.5f;
+    }
+    int2* warp_bounds = shared.bounds[thread / 32];
+    __syncwarp();
+    if (lane < kPassQueries && pass_query + lane < p.seq) warp_bounds[lane] = bounds_of(p, pass_query + lane);
+    __syncwarp();
+    wait(&shared.q_full, q_parity);
+    q_parity ^= 1;
+
+    for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
+      // Where all queries see all keys of a tile, none is masked.
+      const bool common = tile * kTileKeys >= range.common_begin && (tile + 1) * kTileKeys <= range.common_end;
+      wait(&shared.keys_full[ring.slot], ring.parity);
+      for (int part = turn; part < kTileKeys / 64 && turn < turns; part += turns) {
+        const int first_key = tile * kTileKeys + part * 64;
+        float scale;
+        if constexpr (kIsScaled<Element>) scale = p.k_scale[min(first_key + lane_key, p.seq_kv - 1)];
+        warpgroup_fence_operand(r_s);
+        warpgroup_arrive();
+        mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+        for (int step = 0; step < kC.steps(); ++step) {
+          gemm(mma, r_keys(_, part, step, ring.slot), r_q(_, pass, step), r_s(_, 0, 0));
+          mma.accumulate_ = GMMA::ScaleOut::One;
+        }
+        warpgroup_commit_batch();
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(r_s);
+
+        float sums[2][kPassQueries] = {};
+#pragma unroll
+        for (int i = 0; i < kPassRows / 4; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float& sum = sums[half][i / 2 * 8 / kC.heads];
+            sum = fmaf(rectified<Element>(r_s(i / 2 * 4 + half * 2 + i % 2)), weights[i], sum);
+          }
+        }
+        float of_key[kPassQueries];
+#pragma unroll
+        for (int i = 0; i < kPassQueries; ++i) {
+          of_key[i] = (upper ? sums[1][i] : sums[0][i]) + __shfl_xor_sync(~0u, upper ? sums[0][i] : sums[1][i], 2);
+        }
+#pragma unroll
+        for (int i = 0; i < kPassQueries; i += 2) {
+          const float sum =
+              (odd ? of_key[i + 1] : of_key[i]) + __shfl_xor_sync(~0u, odd ? of_key[i] : of_key[i + 1], 1);
+          const float logit = kIsScaled<Element> ? sum * scale : sum;
+          float* g_part = p.logits + (pass_query + i) * p.logits_stride + first_key;
+          if (common) {
+            if (pass_query + i + odd < p.seq) g_part[lane_offset] = logit;
+          } else {
+            const int query = pass_query + i + odd, key = first_key + lane_key;
+            if (query < p.seq && key < p.seq_kv) {
+              const int2 bounds = warp_bounds[i + odd];
+              g_part[lane_offset] = key >= bounds.x && key < bounds.y ? logit : -INFINITY;
+            }
+          }
+        }
+      }
+      if (lane == 0) arrive(&shared.keys_empty[ring.slot]);
+    }
+    if (lane == 0) arrive(&shared.q_empty);
+  });
+}
+
+template <class Element, int kRowBytes, int kHeads>
+__global__ void __launch_bounds__(kThreads, 1)
+    indexer_logits_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
+                          const __grid_constant__ CUtensorMap k_map) {
+  constexpr Config kC{kRowBytes, kHeads};
+  extern __shared__ __align__(1024) char shared_bytes_[];
+  auto& shared = *reinterpret_cast<SharedStorage<Element, kC>*>(shared_bytes_);
+  const int blocks = (p.seq + kC.queries() - 1) / kC.queries();
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&q_map);
+    prefetch_tensor_map(&k_map);
+    barrier_init(&shared.q_full, 1);
+    barrier_init(&shared.q_empty, kMathThreads / 32);
+    for (int i = 0; i < kC.stages(); ++i) {
+      barrier_init(&shared.keys_full[i], 1);
+      barrier_init(&shared.keys_empty[i], kMathThreads / 32);
+    }
+    fence_barrier_init();
+  }
+  plan(shared, p, blocks);
+
+  if (threadIdx.x < kMathThreads) {
+    grow_registers<kMathRegisters>();
+    multiply(shared, p, threadIdx.x);
+  } else {
+    shrink_registers<kFeederRegisters>();
+    const int thread = threadIdx.x - kMathThreads;
+    if (thread < 32) {
+      feed(shared, p, q_map, k_map);
+    } else if (p.clean) {
+      clean<kC>(p, blocks, thread - 32, 96);
+    }
+  }
+}
+
+}  // namespace dsa::indexer_logits

@@ -1,0 +1,30 @@
+// What crosses from the host to the kernel. No torch, no CUDA headers.
+#pragma once
+
+#include <cstdint>
+
+namespace dsa::indexer_logits {
+
+struct Params {
+  const void* q;                                                                   // [seq, heads, dim], e4m3 or bf16
+  const void* k;                                                                   // [seq_kv, dim], like q
+  const float* weights;                                                            // [seq, heads]
+  const int* ks;                                                                   // [seq]: first key of each query
+  const int* ke;                                                                   // [seq]: the key behind its last
+  const float* k_scale;                                                            // [seq_kv], dense; null beside bf16
+  float* logits;                                                                   // [seq, seq_kv]
+  int64_t q_stride_s, q_stride_h, k_stride, weights_stride, ks_stride, ke_stride;  // in elements
+  int64_t logits_stride;
+  int seq, seq_kv, heads, dim;
+  bool clean;    // write -inf outside of the bounds
+  bool is_bf16;  // else e4m3
+  int device;    // index of the one that runs the kernel
+  int num_sms;
+};
+
+// Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
+const char* launch(const Params& params, void* stream);
+const char* launch_fp8(const Params& params, void* stream);
+const char* launch_bf16(const Params& params, void* stream);
+
+}  // namespace dsa::indexer_logits

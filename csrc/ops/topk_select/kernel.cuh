@@ -1,0 +1,168 @@
+// Exact top-k of rows of logits, in the order of ids.
+//
+// A cluster of CTAs takes one row, and each CTA a run of its columns:
+//
+//   sample   a bar is guessed below which nothing will be wanted
+//   filter   every entry above the bar becomes a candidate, in the order of ids
+//   cut      where candidates have no room left, the best topk so far stay, and the bar rises to the last of them
+//   select   the best topk of all CTAs' candidates are written
+//
+// Ids only grow, so what equals a bar of topk better candidates is not wanted. Where the guess leaves fewer than topk
+// candidates the row is filtered again without one. A run that fits into registers is selected among as it is.
+//
+// Entries are compared as integers, their keys, and a selection finds its last key digit by digit, from the top, with
+// a histogram of each.
+#pragma once
+
+#include "filter.cuh"
+#include "params.h"
+
+namespace dsa::topk_select {
+
+// Writes a CTA's share of its row's results, the shared entries, which are `kept`.
+template <class T, class Storage>
+__device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& selector, int row, int kept) {
+  using Shape = typename Storage::Shape;
+  const uint2 sums = selector.sum_ctas(kept, p.ctas);
+  const int64_t row_place = static_cast<int64_t>(row) * p.topk;
+  int* g_indices = p.indices + row_place;
+  T* g_values = static_cast<T*>(p.values) + row_place;
+  const int* ids = selector.shared.entries.ids;
+  const T* values = selector.shared.entries.values;
+  sm90::fence_async_proxy();
+  __syncthreads();
+  if ((row_place + sums.x) % kUnit == 0 && kept % kUnit == 0) {
+    if (threadIdx.x == 0 && kept > 0) {
+      sm90::bulk_store(g_indices + sums.x, ids, kept * sizeof(int));
+      sm90::bulk_store(g_values + sums.x, values, kept * sizeof(T));
+      sm90::tma_store_commit();
+    }
+  } else {
+    for (int i = threadIdx.x; i < kept; i += Shape::kThreads) {
+      g_indices[sums.x + i] = ids[i];
+      g_values[sums.x + i] = values[i];
+    }
+  }
+  if (cluster_rank() == 0) {
+    for (int i = sums.y + threadIdx.x; i < p.topk; i += Shape::kThreads) {
+      g_indices[i] = -1;
+      g_values[i] = T(-INFINITY);
+    }
+  }
+  if (threadIdx.x == 0) sm90::tma_store_wait_read();
+}
+
+// This CTA's run; runs meet between units.
+__device__ __forceinline__ Run run_of_cta(const Params& p, int row) {
+  const int rank = cluster_rank();
+  const int window_begin = max(0, p.starts[row * p.starts_stride]);
+  const int window_end = min(p.columns, p.ends[row * p.ends_stride]);
+  const int first_unit = window_begin / kUnit;
+  const int units = max(0, (window_end + kUnit - 1) / kUnit - first_unit);
+  const int run_units = (units + p.ctas - 1) / p.ctas;
+  return {max(window_begin, (first_unit + rank * run_units) * kUnit),
+          min(window_end, (first_unit + (rank + 1) * run_units) * kUnit)};
+}
+
+// No run is longer than what a CTA holds.
+template <class T, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
+    held_topk_select_kernel(const __grid_constant__ Params p) {
+  constexpr int kPieces = Shape::kPieces, kKeys = Shape::kKeys;
+  extern __shared__ __align__(128) char shared_bytes_[];
+  using Storage = HeldStorage<T, Shape>;
+  Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
+  const int row = cluster_index();
+  const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
+  const Run run = run_of_cta(p, row);
+  const int pieces = pieces_for<Shape>(run.aligned_size());
+  const int first = run.aligned_begin() + held_place(pieces);
+  Piece r[kPieces];
+#pragma unroll
+  for (Piece& piece : r) leave_undefined(piece);
+  const bool all_inside = run.contains(run.aligned_begin(), pieces * Shape::kThreads * kPiece);
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    if (piece >= pieces || !all_inside) break;
+    r[piece] = load_piece(g_row + first + piece * kWarpPiece);
+  }
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) {
+    if (i / kPiece >= pieces || all_inside) break;
+    const int column = first + i / kPiece * kWarpPiece + i % kPiece;
+    r[i / kPiece].values[i % kPiece] = run.contains(column, 1) ? static_cast<float>(g_row[column]) : NAN;
+  }
+  Selector<Storage> selector{shared};
+  selector.clear(shared.histogram);
+  __syncthreads();
+  unsigned keys[kKeys];
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) keys[i] = key_of(r[i / kPiece].values[i % kPiece]);
+  const Selection selection = selector.find(keys, pieces, p.topk, p.ctas, selector.kWhole);
+  const unsigned bits = selector.kept_bits(keys, pieces, selection, p.ctas);
+  const int kept = selector.keep(
+      bits, pieces, [&](int i) { return T(value_of(keys[i])); },
+      [&](int i) { return first + i / kPiece * kWarpPiece + i % kPiece; });
+  if (selection.bar <= kZeroKey) {
+    // Zeros have lost their sign.
+    __syncthreads();
+    T* values = shared.entries.values;
+    for (int i = threadIdx.x; i < kept; i += Shape::kThreads) {
+      if (values[i] == T(0.f)) values[i] = g_row[shared.entries.ids[i]];
+    }
+  }
+  write_row<T>(p, selector, row, kept);
+}
+
+template <class T, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
+    filter_topk_select_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char shared_bytes_[];
+  using Storage = FilterStorage<T, Shape>;
+  Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
+  const int row = cluster_index();
+  const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
+  Arrivals<T, Storage> arrivals{shared, g_row, run_of_cta(p, row)};
+  const auto start = [&] {
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (auto& arrived : shared.arrived) sm90::barrier_init(&arrived, 1);
+      sm90::fence_barrier_init();
+      arrivals.copy_first();
+    }
+    Selector<Storage>::clear(shared.histogram);
+    __syncthreads();
+  };
+  Selector<Storage> selector{shared};
+  Filter<T, Storage> filter{selector, arrivals, p.topk};
+  if (arrivals.run.aligned_size() > Shape::kHeld) {
+    const Sample<T, Shape> sample(g_row, arrivals.run);  // before copies that would delay it
+    start();
+    filter.guess(sample);
+  } else {
+    start();
+  }
+  for (;;) {
+    const bool read_all = filter.read();
+    __syncthreads();
+    if (read_all && filter.low > 0 && filter.count < p.topk) {
+      filter.restart();
+      continue;
+    }
+    // The best topk stay: as results, or to make room.
+    const int ctas = read_all ? p.ctas : 1;
+    const int pieces = pieces_for<Shape>(filter.count);
+    typename Selector<Storage>::Keys keys;
+#pragma unroll
+    for (unsigned& key : keys) leave_undefined(key);
+    filter.load_keys(keys, pieces);
+    const Selection selection = selector.find(keys, pieces, p.topk, ctas, filter.start_of_search(ctas));
+    const unsigned bits = selector.kept_bits(keys, pieces, selection, ctas);
+    filter.count = selector.keep_in_place(bits, pieces);
+    if (read_all) break;
+    filter.bar = bar_of(selection.bar);
+  }
+  write_row<T>(p, selector, row, filter.count);
+}
+
+}  // namespace dsa::topk_select

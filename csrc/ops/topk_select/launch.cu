@@ -1,0 +1,39 @@
+// Chooses the instance and launches.
+#include "kernel.cuh"
+#include "params.h"
+#include "sm90/launch.h"
+
+namespace dsa::topk_select {
+namespace {
+
+template <class T, class Shape>
+const char* launch_held(const Params& p, sm90::Grid grid, cudaStream_t stream) {
+  return sm90::launch_kernel<held_topk_select_kernel<T, Shape>>(p.device, grid, Shape::kThreads,
+                                                                sizeof(HeldStorage<T, Shape>), stream, p);
+}
+
+template <class T, class Shape>
+const char* launch_filter(const Params& p, sm90::Grid grid, cudaStream_t stream) {
+  return sm90::launch_kernel<filter_topk_select_kernel<T, Shape>>(p.device, grid, Shape::kThreads,
+                                                                  sizeof(FilterStorage<T, Shape>), stream, p);
+}
+
+template <class T>
+const char* launch_rows_of(const Params& p, cudaStream_t stream) {
+  const sm90::Grid grid(unsigned(p.rows) * p.ctas, p.ctas);
+  if (p.columns <= kMaxHeldRun * p.ctas) {
+    return p.ctas == 1 ? launch_held<T, HeldShape>(p, grid, stream) : launch_held<T, HeldClusterShape>(p, grid, stream);
+  }
+  return p.topk <= kMaxTopkOf<FilterShape<true>> ? launch_filter<T, FilterShape<true>>(p, grid, stream)
+                                                 : launch_filter<T, FilterShape<false>>(p, grid, stream);
+}
+
+}  // namespace
+
+const char* launch(const Params& p, void* stream) {
+  if (p.rows == 0) return nullptr;
+  const auto s = static_cast<cudaStream_t>(stream);
+  return p.is_bf16 ? launch_rows_of<__nv_bfloat16>(p, s) : launch_rows_of<float>(p, s);
+}
+
+}  // namespace dsa::topk_select

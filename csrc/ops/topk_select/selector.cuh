@@ -1,0 +1,315 @@
+// Selection among held entries: the last key that is kept, digit by digit, and the entries in the order of ids.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "entries.cuh"
+
+namespace dsa::topk_select {
+
+// What is kept: all keys above `bar`, and the first `ties` equal to it.
+struct Selection {
+  unsigned bar, ties;
+};
+
+// Where a search begins: the first digit of a key is what it exceeds `low` by, shifted. Where that leaves keys out
+// because they are higher, `keys` is the number of all keys that are not below `low`.
+struct Start {
+  unsigned low = 0, keys = 0;
+  int shift;
+};
+
+// How many of a thread's keys, a bit each, stand before this lane's in each piece of the warp, and in all of a piece.
+template <int kPieces>
+class PieceCounts {
+  static constexpr int kWords = kPieces / 4;
+  static_assert(kPieces % 4 == 0 && kWords <= 2);
+  unsigned before_[kWords], total_[kWords];
+
+  static __device__ __forceinline__ unsigned piece_of(const unsigned (&counts)[kWords], int piece) {
+    return counts[kWords == 1 ? 0 : piece % 2] >> 8 * (kWords == 1 ? piece % 2 * 2 + piece / 2 : piece / 2) & 0xff;
+  }
+
+ public:
+  __device__ __forceinline__ explicit PieceCounts(unsigned bits) {
+    bits -= bits >> 1 & 0x55555555u;
+    bits = (bits & 0x33333333u) + (bits >> 2 & 0x33333333u);  // 4 bits for each piece
+    unsigned counts[kWords];
+    if constexpr (kWords == 1) {
+      counts[0] = (bits & 0x0f0fu) | (bits & 0xf0f0u) << 12;
+    } else {
+      counts[0] = bits & 0x0f0f0f0fu;
+      counts[1] = bits >> 4 & 0x0f0f0f0fu;
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      before_[i] = sum_to_lane(counts[i]);
+      total_[i] = __shfl_sync(~0u, before_[i], 31);
+      before_[i] -= counts[i];
+    }
+  }
+  __device__ __forceinline__ unsigned of_warp() const {
+    unsigned sum = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) sum = __dp4a(total_[i], 0x01010101u, sum);
+    return sum;
+  }
+  __device__ __forceinline__ unsigned before_lane(int piece) const { return piece_of(before_, piece); }
+  __device__ __forceinline__ unsigned of_piece(int piece) const { return piece_of(total_, piece); }
+};
+
+// Where a thread's first held entry stands among a CTA's, whose warps hold `pieces` each.
+__device__ __forceinline__ int held_place(int pieces) {
+  const int thread = thread_index();
+  return thread / 32 * pieces * kWarpPiece + thread % 32 * kPiece;
+}
+
+// A CTA, or a cluster of `ctas` of them, that selects.
+template <class Storage>
+struct Selector {
+  using Shape = typename Storage::Shape;
+  static constexpr int kPieces = Shape::kPieces, kKeys = Shape::kKeys, kBins = Shape::kBins;
+  static constexpr Start kWhole{.shift = 32 - Shape::kDigitBits};
+  using Keys = unsigned[kKeys];
+
+  Storage& shared;
+  int counts_turn = 0, cta_counts_turn = 0, histogram_turn = 0;
+
+  static __device__ __forceinline__ void clear(Histogram<Shape>& histogram) {
+#pragma unroll
+    for (int i = 0; i < Shape::kBinsOfThread / 4; ++i) {
+      reinterpret_cast<uint4*>(histogram.bins)[thread_index() * (Shape::kBinsOfThread / 4) + i] = {};
+    }
+  }
+
+  static __device__ __forceinline__ void sync(int ctas) {
+    if (ctas > 1) {
+      cooperative_groups::this_cluster().sync();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // Of a counter that is the same in all lanes of a warp: the sum over earlier warps, and over all. Synchronises.
+  __device__ __forceinline__ uint2 sum_warps(unsigned of_warp) {
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    if (lane == 0) shared.warp_counts[counts_turn][warp] = of_warp;
+    __syncthreads();
+    const unsigned count = lane < Shape::kWarps ? shared.warp_counts[counts_turn][lane] : 0;
+    counts_turn ^= 1;
+    return {__reduce_add_sync(~0u, lane < warp ? count : 0), __reduce_add_sync(~0u, count)};
+  }
+
+  // Of a counter that is the same in all threads of a CTA: the sum over earlier CTAs, and over all. Synchronises.
+  __device__ __forceinline__ uint2 sum_ctas(unsigned of_cta, int ctas) {
+    if (ctas == 1) return {0, of_cta};
+    auto cluster = cooperative_groups::this_cluster();
+    const int rank = cluster_rank();
+    unsigned* counts = shared.cta_counts[cta_counts_turn];
+    cta_counts_turn ^= 1;
+    if (threadIdx.x < ctas) *cluster.map_shared_rank(counts + rank, threadIdx.x) = of_cta;
+    cluster.sync();
+    uint2 sums{};
+#pragma unroll 1
+    for (int r = 0; r < ctas; ++r) {
+      sums.x += r < rank ? counts[r] : 0;
+      sums.y += counts[r];
+    }
+    return sums;
+  }
+
+  // Adds what the other CTAs of a cluster have in these bins.
+  static __device__ __forceinline__ void add_others(unsigned (&bins)[Shape::kBinsOfThread], const unsigned* mine,
+                                                    int ctas) {
+    auto cluster = cooperative_groups::this_cluster();
+    const int rank = cluster_rank();
+#pragma unroll 3
+    for (int r = 0; r < ctas - 1; ++r) {
+      const auto others = reinterpret_cast<const uint4*>(cluster.map_shared_rank(mine, r + (r >= rank)));
+#pragma unroll
+      for (int i = 0; i < Shape::kBinsOfThread / 4; ++i) {
+        const uint4 other = others[i];
+        bins[4 * i] += other.x, bins[4 * i + 1] += other.y, bins[4 * i + 2] += other.z, bins[4 * i + 3] += other.w;
+      }
+    }
+  }
+
+  // Selects the best `wanted` and at most `spare` more among the keys of `pieces` pieces of each thread of all CTAs, or
+  // all but 0 where there are no more. The histogram is clear, before and after.
+  template <int kCount>
+  __device__ __forceinline__ Selection find(const unsigned (&keys)[kCount], int pieces, unsigned wanted, int ctas,
+                                            Start start, unsigned spare = 0) {
+    unsigned prefix = start.low, keys_from_low = start.keys;
+    for (int shift = start.shift;;) {
+      Histogram<Shape>& histogram = histogram_turn == 0 ? shared.histogram : shared.second_histogram();
+      const uint32_t bins_address = sm90::shared_address(histogram.bins);
+      const int thread = thread_index();
+      const unsigned other = kBins + thread % 32;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (i / kPiece >= pieces) break;
+        increment(bins_address + min((keys[i] - prefix) >> shift, other) * unsigned{sizeof(unsigned)});
+      }
+      sync(ctas);
+      // Thread t has the t-th group of bins from the top.
+      const unsigned group = Shape::kThreads - 1 - thread;
+      unsigned* group_bins = histogram.bins + group * Shape::kBinsOfThread;
+      unsigned bins[Shape::kBinsOfThread];
+#pragma unroll
+      for (int i = 0; i < Shape::kBinsOfThread; i += 4) {
+        *reinterpret_cast<uint4*>(bins + i) = *reinterpret_cast<const uint4*>(group_bins + i);
+        if (ctas == 1) *reinterpret_cast<uint4*>(group_bins + i) = {};
+      }
+      if (ctas > 1) {
+        // All have read the other one.
+        histogram_turn ^= 1;
+        clear(histogram_turn == 0 ? shared.histogram : shared.second_histogram());
+        add_others(bins, group_bins, ctas);
+      }
+      unsigned of_group = 0;
+#pragma unroll
+      for (int i = 0; i < Shape::kBinsOfThread; ++i) of_group += bins[i];
+      const unsigned to_lane = sum_to_lane(of_group);
+      const uint2 sums = sum_warps(__shfl_sync(~0u, to_lane, 31));
+      if (keys_from_low > 0) {
+        const unsigned left_out = keys_from_low - sums.y;
+        keys_from_low = 0;
+        if (wanted <= left_out) {
+          prefix = 0;
+          shift = kWhole.shift;
+          continue;
+        }
+        wanted -= left_out;
+      }
+      unsigned higher = sums.x + to_lane - of_group;
+      if (higher < wanted && (wanted <= higher + of_group || group == 0)) {
+        unsigned bin = Shape::kBinsOfThread - 1, in_bin = bins[bin];
+#pragma unroll
+        for (int next = Shape::kBinsOfThread - 2; next >= 0; --next) {
+          if (higher + in_bin < wanted && bin == unsigned(next + 1)) {
+            higher += in_bin;
+            in_bin = bins[next];
+            bin = next;
+          }
+        }
+        shared.found = {group * Shape::kBinsOfThread + bin, higher, in_bin};
+      }
+      __syncthreads();
+      const Found found = shared.found;
+      prefix += found.bin << shift;
+      if (prefix == 0) return {0, 0};  // no key but 0 has such a digit
+      wanted -= found.higher;
+      if (found.in_bin <= wanted + spare) return {prefix - 1, 0};
+      if (shift == 0) return {prefix, wanted};
+      // The digits of a last bin with fewer keys than bins are the uppermost.
+      const int next_shift = max(0, shift - Shape::kDigitBits);
+      prefix -= (kBins << next_shift) - (1 << shift);
+      shift = next_shift;
+    }
+  }
+
+  // For which keys it `holds`, a bit each.
+  template <class Holds>
+  static __device__ __forceinline__ unsigned bits_of(const Keys& keys, int pieces, Holds holds) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (piece >= pieces) break;
+#pragma unroll
+      for (int i = piece * kPiece; i < (piece + 1) * kPiece; ++i) bits |= unsigned{holds(keys[i])} << i;
+    }
+    return bits;
+  }
+
+  // Which keys are kept, a bit each.
+  __device__ __forceinline__ unsigned kept_bits(const Keys& keys, int pieces, Selection selection, int ctas) {
+    unsigned bits = bits_of(keys, pieces, [&](unsigned key) { return key > selection.bar; });
+    if (selection.ties == 0) return bits;
+    const unsigned ties = bits_of(keys, pieces, [&](unsigned key) { return key == selection.bar; });
+    const PieceCounts<kPieces> counts(ties);
+    const uint2 of_warps = sum_warps(counts.of_warp());
+    unsigned piece_rank = sum_ctas(of_warps.y, ctas).x + of_warps.x;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (piece >= pieces) break;
+      unsigned rank = piece_rank + counts.before_lane(piece);
+#pragma unroll
+      for (int i = piece * kPiece; i < (piece + 1) * kPiece; ++i) {
+        if (ties >> i & 1 && rank++ < selection.ties) bits |= 1u << i;
+      }
+      piece_rank += counts.of_piece(piece);
+    }
+    return bits;
+  }
+
+  // Writes the held entries of `bits`, `value(i)` and `id(i)`, to the front of the shared ones, in the order of ids.
+  // Returns how many there are.
+  template <class Value, class Id>
+  __device__ __forceinline__ int keep(unsigned bits, int pieces, Value value, Id id) {
+    const PieceCounts<kPieces> counts(bits);
+    const uint2 sums = sum_warps(counts.of_warp());
+    const auto& entries = shared.entries;
+    const uint32_t ids = sm90::shared_address(entries.ids), values = sm90::shared_address(entries.values);
+    constexpr unsigned kValuesOfId = sizeof(int) / sizeof(entries.values[0]);
+    for_kept<sizeof(int)>(bits, pieces, sums.x, counts, [&](uint32_t offset, int i) {
+      store_shared(values + offset / kValuesOfId, value(i));
+      store_shared(ids + offset, id(i));
+    });
+    return sums.y;
+  }
+
+  // The same where entries are held from the shared ones, as they stand.
+  __device__ __forceinline__ int keep_in_place(unsigned bits, int pieces) {
+    const PieceCounts<kPieces> counts(bits);
+    const auto move = [&](auto* entries, auto& held, unsigned first_place) {
+      const uint32_t address = sm90::shared_address(entries);
+      for_kept<sizeof(*entries)>(bits, pieces, first_place, counts, [&](uint32_t offset, int i) {
+        store_shared(address + offset, held[i / kPiece].of[i % kPiece]);
+      });
+    };
+    using Value = std::remove_all_extents_t<decltype(shared.entries.values)>;
+    Held<Value> values[kPieces]{};
+    load_held(values, shared.entries.values, pieces);
+    const uint2 sums = sum_warps(counts.of_warp());  // all have loaded
+    move(shared.entries.values, values, sums.x);
+    Held<int> ids[kPieces]{};
+    load_held(ids, shared.entries.ids, pieces);
+    __syncthreads();
+    move(shared.entries.ids, ids, sums.x);
+    return sums.y;
+  }
+
+ private:
+  template <class X>
+  struct alignas(kPiece * sizeof(X)) Held {
+    X of[kPiece];
+  };
+  template <class X>
+  static __device__ __forceinline__ void load_held(Held<X> (&to)[kPieces], const X* entries, int pieces) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (piece >= pieces) break;
+      to[piece] = *reinterpret_cast<const Held<X>*>(entries + held_place(pieces) + piece * kWarpPiece);
+    }
+  }
+
+  template <unsigned kSize, class Do>
+  static __device__ __forceinline__ void for_kept(unsigned bits, int pieces, unsigned first_place,
+                                                  const PieceCounts<kPieces>& counts, Do act) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (piece >= pieces) break;
+      uint32_t offset = (first_place + counts.before_lane(piece)) * kSize;
+#pragma unroll
+      for (int i = piece * kPiece; i < (piece + 1) * kPiece; ++i) {
+        if (bits >> i & 1) {
+          act(offset, i);
+          offset += kSize;
+        }
+      }
+      first_place += counts.of_piece(piece);
+    }
+  }
+};
+
+}  // namespace dsa::topk_select

@@ -1,0 +1,15 @@
+"""GPU memory that a call takes."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def bytes_beside_results(call: Callable[[], Sequence[Tensor]]) -> int:
+    """The most that `call` holds at a time of torch's allocator, beside what it returns."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = call()
+    return torch.cuda.max_memory_allocated() - before - sum(tensor.nbytes for tensor in results)

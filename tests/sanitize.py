@@ -1,0 +1,95 @@
+"""Small calls of every variant of the kernels, for compute-sanitizer. Exits with an error on a wrong result.
+
+compute-sanitizer --tool memcheck python tests/sanitize.py
+"""
+
+import itertools
+import math
+
+import torch
+
+import dsa_ext
+from dsa_ext import reference
+from dsa_ext.testing.inputs import (
+    INT32_MAX,
+    INT32_MIN,
+    make_indexer_inputs,
+    make_inputs,
+    nasty_rows,
+    spoil_indices,
+    strided_copy,
+    strided_rows,
+)
+from dsa_ext.testing.tolerances import backward_errors, check_selected, forward_errors, logits_errors
+
+# (S, S_kv, H, G, K, Dqk): one tile, several tiles, partial heads, groups, keys split over CTAs, nothing to see.
+SPARSE_MLA = (
+    (3, 100, 64, 1, 64, 576),
+    (3, 100, 128, 1, 200, 512),
+    (2, 100, 3, 1, 70, 576),
+    (2, 100, 16, 1, 130, 512),
+    (2, 100, 34, 2, 65, 576),
+    (1, 600, 17, 1, 520, 576),
+    (2, 0, 65, 1, 5, 576),
+)
+# (R, C, K): one column, all selected, candidates that are cut, rows cut in two and in eight.
+TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17001, 100), (1, 70001, 2048))
+# (S, S_kv, K): one of each, all selected, several tiles of queries, many keys.
+INDEXER = ((1, 1, 1), (5, 200, 300), (130, 300, 64), (3, 9000, 500))
+
+
+def sparse_mla(seq: int, s_kv: int, heads: int, groups: int, topk: int, d_qk: int) -> None:
+    inputs = make_inputs(2, seq, s_kv, heads, groups, topk, d_qk, device="cuda")
+    q, kv = strided_copy(inputs.q, swap_leading=True), strided_copy(inputs.kv)
+    indices = spoil_indices(inputs.indices, s_kv)
+    lengths = torch.full((2, seq), topk, dtype=torch.int32, device="cuda")
+    lengths[0, 0] = 0
+    sink = torch.linspace(-1, 1, heads, device="cuda")
+    sink[0] = math.inf
+    for options in (
+        {"causal": False},
+        {"q_start": 50, "kv_stride": 2, "topk_length": lengths, "attn_sink": sink},
+    ):
+        out, lse = dsa_ext.sparse_mla(q, kv, indices, return_lse=True, **options)
+        forward_errors(out, lse, q, kv, indices, **options).check()
+        for deterministic in (False, True):
+            grads = torch.ops.dsa.sparse_mla_bwd(
+                out, q, kv, out, lse, indices, **options, dlse=lse.clamp(min=0), deterministic=deterministic
+            )
+            backward_errors(grads, out, q, kv, out, lse, indices, lse.clamp(min=0), **options).check()
+
+
+def topk_select(rows: int, columns: int, topk: int) -> None:
+    nasty = nasty_rows(columns, device="cuda")
+    starts = torch.tensor([3, 0, INT32_MIN], dtype=torch.int32, device="cuda")[:rows]
+    ends = torch.tensor([columns, columns - 5, INT32_MAX], dtype=torch.int32, device="cuda")[:rows]
+    for names in (("normal", "plateau of zeros", "NaN"), ("ascending", "one fp16 bucket", "infinities")):
+        logits = torch.stack([nasty[name] for name in names[:rows]])
+        for dtype in (torch.float32, torch.bfloat16):
+            args = (strided_rows(logits.to(dtype)), starts, ends, topk)
+            check_selected(dsa_ext.topk_select(*args), reference.topk_select(*args))
+
+
+def indexer(seq: int, s_kv: int, topk: int) -> None:
+    dtypes = (torch.float8_e4m3fn, torch.bfloat16)
+    for dtype, heads, dim in itertools.product(dtypes, (8, 16, 32, 64), (64, 128)):
+        inputs = make_indexer_inputs(seq, s_kv, heads, dim, dtype=dtype, device="cuda")
+        inputs.ks[-1] = 5
+        args = (strided_copy(inputs.q), strided_rows(inputs.k), strided_rows(inputs.weights), inputs.ks, inputs.ke)
+        k_scale = inputs.k_scale
+        logits = dsa_ext.indexer_logits(*args, k_scale=k_scale)
+        logits_errors(logits, *args, k_scale).check()
+        dsa_ext.indexer_logits(*args, k_scale=k_scale, clean=False)
+        expected = reference.topk_select(logits, inputs.ks, inputs.ke, topk)
+        check_selected(dsa_ext.indexer_topk(*args, topk, k_scale=k_scale), expected)
+
+
+def main() -> None:
+    for check, cases in ((sparse_mla, SPARSE_MLA), (topk_select, TOPK_SELECT), (indexer, INDEXER)):
+        for case in cases:
+            check(*case)
+            print(f"{check.__name__} {case}: correct")
+
+
+if __name__ == "__main__":
+    main()
