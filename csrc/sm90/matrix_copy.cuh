@@ -9,12 +9,9 @@ namespace dsa::sm90 {
 
 inline constexpr int kSwizzleRowBytes = 128;  // 64 bf16 columns
 
-// Byte offset, within a chunk of rows of 128 or 64 bytes, of the 16-byte piece `piece` of `row`, in the swizzle of as
-// many bytes.
-template <int kRowBytes = kSwizzleRowBytes>
+// Byte offset, within a chunk of rows of 64 bf16 columns, of the 16-byte piece `piece` (0..7) of `row`.
 __device__ __host__ __forceinline__ constexpr int swizzled_offset(int row, int piece) {
-  const int offset = row * kRowBytes + (piece << 4);
-  return offset ^ (offset >> 3 & (kRowBytes - 16));
+  return row * kSwizzleRowBytes + ((piece ^ (row & 7)) << 4);
 }
 
 // ldmatrix.x4

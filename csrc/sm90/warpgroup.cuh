@@ -31,16 +31,10 @@ __device__ __forceinline__ void set_registers() {
   }
 }
 
-// bar.sync on a named barrier, for `kThreads` threads
-template <int kBarrier, int kThreads>
-__device__ __forceinline__ void sync_threads() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
-}
-
-// The same for the threads of one warpgroup.
+// bar.sync on a named barrier, for the threads of one warpgroup
 template <int kBarrier>
 __device__ __forceinline__ void sync_warpgroup() {
-  sync_threads<kBarrier, kWarpgroupThreads>();
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kWarpgroupThreads) : "memory");
 }
 
 // barrier.red.or: bar.sync, and whether `predicate` holds in any thread of the warpgroup

@@ -175,16 +175,15 @@ __device__ __forceinline__ void clean(const Params& p, int blocks, int thread, i
   }
 }
 
-// relu(x) * w is sign_free(x) * weight: x + |x| runs at twice the rate of a maximum, and half the weight undoes it
-// exactly. Sums of bf16 products might overflow, so there it is the maximum, which keeps NaN.
+// e4m3, whose keys have scales. There relu(x) * w is (x + |x|) * (w / 2), exactly, since a maximum runs at half the
+// rate of a sum. A sum of bf16 products might overflow.
 template <class Element>
-inline constexpr bool kDoubles = sizeof(Element) == 1;
-template <class Element>
-inline constexpr bool kIsScaled = sizeof(Element) == 1;
+inline constexpr bool kIsFp8 = sizeof(Element) == 1;
 
+// Twice relu(x), or relu(x); NaN stays NaN.
 template <class Element>
 __device__ __forceinline__ float rectified(float x) {
-  if constexpr (kDoubles<Element>) return x + fabsf(x);
+  if constexpr (kIsFp8<Element>) return x + fabsf(x);
   float r;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(r) : "f"(x));
   return r;
@@ -229,7 +228,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
     for (int i = 0; i < kPassRows / 4; ++i) {
       const int column = i / 2 * 8 + lane % 4 * 2 + i % 2, query = pass_query + column / kC.heads;
       weights[i] = query < p.seq ? p.weights[query * p.weights_stride + column % kC.heads] : 0.f;
-      if (kDoubles<Element>) weights[i] *= 0.5f;
+      if (kIsFp8<Element>) weights[i] *= 0.5f;
     }
     int2* warp_bounds = shared.bounds[thread / 32];
     __syncwarp();
@@ -245,7 +244,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       for (int part = turn; part < kTileKeys / 64 && turn < turns; part += turns) {
         const int first_key = tile * kTileKeys + part * 64;
         float scale;
-        if constexpr (kIsScaled<Element>) scale = p.k_scale[min(first_key + lane_key, p.seq_kv - 1)];
+        if constexpr (kIsFp8<Element>) scale = p.k_scale[min(first_key + lane_key, p.seq_kv - 1)];
         warpgroup_fence_operand(r_s);
         warpgroup_arrive();
         mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -276,7 +275,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
         for (int i = 0; i < kPassQueries; i += 2) {
           const float sum =
               (odd ? of_key[i + 1] : of_key[i]) + __shfl_xor_sync(~0u, odd ? of_key[i] : of_key[i + 1], 1);
-          const float logit = kIsScaled<Element> ? sum * scale : sum;
+          const float logit = kIsFp8<Element> ? sum * scale : sum;
           float* g_part = p.logits + (pass_query + i) * p.logits_stride + first_key;
           if (common) {
             if (pass_query + i + odd < p.seq) g_part[lane_offset] = logit;

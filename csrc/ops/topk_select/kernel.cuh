@@ -55,10 +55,10 @@ __device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& se
 // This CTA's run; runs meet between units.
 __device__ __forceinline__ Run run_of_cta(const Params& p, int row) {
   const int rank = cluster_rank();
-  const int window_begin = max(0, p.starts[row * p.starts_stride]);
-  const int window_end = min(p.columns, p.ends[row * p.ends_stride]);
+  const int window_begin = min(p.columns, max(0, p.starts[row * p.starts_stride]));
+  const int window_end = max(window_begin, min(p.columns, p.ends[row * p.ends_stride]));
   const int first_unit = window_begin / kUnit;
-  const int units = max(0, (window_end + kUnit - 1) / kUnit - first_unit);
+  const int units = (window_end + kUnit - 1) / kUnit - first_unit;
   const int run_units = (units + p.ctas - 1) / p.ctas;
   return {max(window_begin, (first_unit + rank * run_units) * kUnit),
           min(window_end, (first_unit + (rank + 1) * run_units) * kUnit)};
