@@ -25,7 +25,7 @@ library, missing_reason = _load()
 
 
 def missing_kernels_error(op: str) -> RuntimeError:
-    """The error of a CUDA call where the library is missing, or has no kernel for `op`."""
+    """The error of a CUDA call where the library is missing, or is an older one without a kernel for `op`."""
     if library is not None:
         return RuntimeError(f"dsa::{op}: {library.name} has no CUDA kernel for this operator")
     return RuntimeError(f"dsa::{op}: dsa_ext is installed without its CUDA kernels, because {missing_reason}")
@@ -46,7 +46,7 @@ def build_info() -> dict[str, str]:
     elif not hopper:
         info["kernels"] = "built for sm_90a, but there is no such GPU: the CPU implementation is available"
     else:
-        info["kernels"] = "sparse_mla_fwd, sparse_mla_bwd, indexer_logits, topk_select, indexer_topk (sm_90a)"
+        info["kernels"] = "available (sm_90a)"
     return info
 
 

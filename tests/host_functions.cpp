@@ -41,6 +41,5 @@ PYBIND11_MODULE(host_functions, m) {
   m.def_submodule("indexer_topk").def("queries_at_once", &dsa::indexer_topk::queries_at_once);
   py::module_ select = m.def_submodule("topk_select");
   select.attr("threads") = dsa::topk_select::HeldClusterShape::kThreads;
-  select.attr("kernels") = 2 * (2 + 2);  // of dtypes, held and filtered
   select.def("plan_ctas", &dsa::topk_select::plan_ctas);
 }

@@ -173,6 +173,17 @@ def test_fake_tensors_on_a_cuda_device(dtype: torch.dtype, seq: int, s_kv: int) 
         assert (values.shape, values.dtype) == ((seq, 4096), torch.bfloat16)
 
 
+@pytest.mark.parametrize("call", [cpu, fake])
+@pytest.mark.parametrize("s_kv", [1, 5, 16])
+def test_rows_of_logits_start_where_topk_select_takes_them(call: Callable[..., Any], s_kv: int) -> None:
+    """16-byte aligned for any number of keys."""
+    inputs = make_indexer_inputs(S, s_kv, HI, DI)
+    changes = {"k": inputs.k, "k_scale": inputs.k_scale}
+    logits = call("indexer_logits", **scoring_arguments(**changes))
+    assert logits.shape == (S, s_kv)
+    assert logits.stride() == (-(-s_kv // 4) * 4, 1)
+
+
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: str, dtype: torch.dtype) -> None:

@@ -171,6 +171,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         getattr(host_functions, op) for op in ("sparse_mla_fwd", "sparse_mla_bwd", "indexer_logits", "topk_select")
     )
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # of heads and of columns
+    select_shapes = 2 * (2 + 2)  # of dtypes, and of CTAs that hold their runs and that filter them
     bwd_others = ("cast_kernel", "combine_kernel", "sink_kernel", "sum_rows_kernel")
     return {
         "sparse_mla_fwd/launch": Kernels(
@@ -190,7 +191,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             ("HGMMA", *scoring),
         ),
         "topk_select/launch": Kernels(
-            "topk_select_kernel", select.kernels, select.threads, ("UBLKCP", "ATOMS", "REDUX")
+            "topk_select_kernel", select_shapes, select.threads, ("UBLKCP", "ATOMS", "REDUX")
         ),
     }[source]
 

@@ -12,7 +12,7 @@ library = torch.library.Library("dsa", "DEF")
 
 
 def explain_missing_cuda(op: str) -> None:
-    """Where the compiled library is missing or has no kernel for `op`, makes a CUDA call of `op` say why."""
+    """Where the compiled library is missing, or older than `op`, makes a CUDA call of `op` say so."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"dsa::{op}", "CUDA"):
         return
 
