@@ -7,8 +7,8 @@ namespace dsa::indexer_logits {
 
 inline constexpr int kMathWarpgroups = 4;
 inline constexpr int kMathThreads = kMathWarpgroups * 128, kThreads = kMathThreads + 128;
-inline constexpr int kTileKeys = kMathWarpgroups * 64;  // 64 a warpgroup
-inline constexpr int kPassRows = 128;                   // rows of Q, each a head of a query, of one product
+inline constexpr int kPartKeys = 64, kTileParts = 4, kTileKeys = kTileParts * kPartKeys;
+inline constexpr int kPassRows = 128;  // rows of Q, each a head of a query, of one product
 inline constexpr int kMathRegisters = 112, kFeederRegisters = 32;
 
 // How one shape is computed: `row_bytes` of a head or a key.

@@ -2,9 +2,9 @@
 //
 // Blocks of queries, whose heads are the rows of Q in shared memory, meet tiles of keys. The tiles that the queries of
 // a block see, over all blocks, are one long list, and each CTA takes an equal run of it. Four warpgroups multiply 64
-// keys at a time by 128 rows of Q, each by its own rows, whose weights stay in registers, and sum over heads: one
-// computes while others multiply. A fifth warpgroup feeds: one warp copies Q and keys, the others write -inf where no
-// tile is visited.
+// keys, a part of a tile, at a time by 128 rows of Q, each by its own rows, whose weights stay in registers, and sum
+// over heads: one computes while others multiply. A fifth warpgroup feeds: one warp copies Q and keys, the others write
+// -inf where no tile is visited.
 #pragma once
 
 #include <cuda.h>
@@ -41,19 +41,20 @@ __device__ __forceinline__ int2 bounds_of(const Params& p, int query) {
   return {begin, max(begin, end)};
 }
 
-// The tiles that queries of a block see, and the keys that all of them see.
+// The keys that queries of a block see, any of them and all of them, and the tiles that hold those.
 struct BlockRange {
-  int first_tile = 0, tiles = 0;
+  int begin = 0, end = 0;
   int common_begin = 0, common_end = 0;
+  int first_tile = 0, tiles = 0;
 
-  // What a CTA does is counted in units: two a tile, and one for the exchange of Q.
-  __device__ __forceinline__ int units() const { return tiles > 0 ? 2 * tiles + 1 : 0; }
+  // What a CTA does is counted in units: one for what is new with a block, and one a tile.
+  __device__ __forceinline__ int units() const { return tiles > 0 ? 1 + tiles : 0; }
 };
 
 __device__ __forceinline__ BlockRange range_of_bounds(int begin, int end, int common_begin, int common_end) {
   if (begin >= end) return {};
   const int first_tile = begin / kTileKeys;
-  return {first_tile, (end - 1) / kTileKeys + 1 - first_tile, common_begin, common_end};
+  return {begin, end, common_begin, common_end, first_tile, (end - 1) / kTileKeys + 1 - first_tile};
 }
 
 // By all lanes of a warp.
@@ -77,7 +78,8 @@ __device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, c
     const BlockRange range = range_of(p, block * kC.queries(), kC.queries());
     const int end = static_cast<int>(min(int64_t{range.units()}, skip + left));
     left -= end - skip;
-    if (skip / 2 < end / 2) visit(block, range, range.first_tile + skip / 2, range.first_tile + end / 2);
+    const int first = max(skip - 1, 0);
+    if (first < end - 1) visit(block, range, range.first_tile + first, range.first_tile + end - 1);
   }
 }
 
@@ -124,15 +126,26 @@ __device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const P
   __syncthreads();
 }
 
+// Loads into L1.
+__device__ __forceinline__ void touch(const float* g) {
+  [[maybe_unused]] float unused;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(unused) : "l"(g));
+}
+
 // Copies Q of each block and the tiles of keys. By one warp.
 template <class Element, Config kC>
 __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const Params& p, const CUtensorMap& q_map,
                                      const CUtensorMap& k_map) {
-  constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element);
+  constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element), kSectorFloats = 8;
   const bool leader = threadIdx.x % 32 == 0;
   Ring<kC.stages()> ring;
   uint32_t q_parity = 1;  // the first Q need not wait
   walk(shared, p, [&](int block, const BlockRange&, int first_tile, int end_tile) {
+    // Loads what the others will load soon, so that they find it in L1.
+    for (int row = threadIdx.x % 32 * kSectorFloats; row < kC.rows(); row += 32 * kSectorFloats) {
+      const int query = block * kC.queries() + row / kC.heads;
+      if (query < p.seq) touch(p.weights + query * p.weights_stride + row % kC.heads);
+    }
     if (leader) {
       wait(&shared.q_empty, q_parity);
       arrive_and_expect(&shared.q_full, sizeof(shared.q));
@@ -154,7 +167,7 @@ __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const P
   });
 }
 
-// Writes -inf to what no tile covers. By `threads` threads, of which this is number `thread`, whole warps.
+// Writes -inf to what no part of a tile covers. By `threads` threads, of which this is number `thread`, whole warps.
 template <Config kC>
 __device__ __forceinline__ void clean(const Params& p, int blocks, int thread, int threads) {
   const auto fill = [&](float* g_row, int begin, int end) {  // `begin` is a multiple of 4
@@ -166,7 +179,8 @@ __device__ __forceinline__ void clean(const Params& p, int blocks, int thread, i
   };
   for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
     const BlockRange range = range_of(p, block * kC.queries(), kC.queries());
-    const int covered_begin = range.first_tile * kTileKeys, covered_end = covered_begin + range.tiles * kTileKeys;
+    const int covered_begin = range.begin / kPartKeys * kPartKeys;
+    const int covered_end = (range.end + kPartKeys - 1) / kPartKeys * kPartKeys;
     for (int query = block * kC.queries(); query < min(p.seq, (block + 1) * kC.queries()); ++query) {
       float* g_row = p.logits + query * p.logits_stride;
       fill(g_row, 0, covered_begin);
@@ -175,15 +189,20 @@ __device__ __forceinline__ void clean(const Params& p, int blocks, int thread, i
   }
 }
 
-// e4m3, whose keys have scales. There relu(x) * w is (x + |x|) * (w / 2), exactly, since a maximum runs at half the
-// rate of a sum. A sum of bf16 products might overflow.
+// e4m3, whose keys have scales.
 template <class Element>
 inline constexpr bool kIsFp8 = sizeof(Element) == 1;
 
-// Twice relu(x), or relu(x); NaN stays NaN.
+// Every other head takes x + |x| and half of its weight, which is exact, for a sum and a maximum run in different
+// pipelines. A sum of bf16 products might overflow.
 template <class Element>
-__device__ __forceinline__ float rectified(float x) {
-  if constexpr (kIsFp8<Element>) return x + fabsf(x);
+constexpr bool is_doubled(int i) {
+  return kIsFp8<Element> && i % 2 == 0;
+}
+
+// relu(x), or twice that; NaN stays NaN.
+__device__ __forceinline__ float rectified(float x, bool doubled) {
+  if (doubled) return x + fabsf(x);
   float r;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(r) : "f"(x));
   return r;
@@ -213,11 +232,10 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
   // Of the sums of a warp's 16 keys, a lane ends with those of one key, for every other query.
   const int upper = lane >> 1 & 1, odd = lane & 1;
   const int lane_key = warp * 16 + upper * 8 + lane / 4;
-  const unsigned lane_offset = odd * static_cast<unsigned>(p.logits_stride) + lane_key;
   Ring<kC.stages()> ring;
   uint32_t q_parity = 0;
   walk(shared, p, [&](int block, const BlockRange& range, int first_tile, int end_tile) {
-    // Where there are fewer passes than warpgroups, several take turns at the 64s of keys.
+    // Where there are fewer passes than warpgroups, several take turns at the parts of a tile.
     const int first_query = block * kQueries, queries = min(kQueries, p.seq - first_query);
     const int passes = (queries + kPassQueries - 1) / kPassQueries;
     const int turns = kMathWarpgroups / passes, turn = warpgroup / passes, pass = warpgroup % passes;
@@ -228,8 +246,9 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
     for (int i = 0; i < kPassRows / 4; ++i) {
       const int column = i / 2 * 8 + lane % 4 * 2 + i % 2, query = pass_query + column / kC.heads;
       weights[i] = query < p.seq ? p.weights[query * p.weights_stride + column % kC.heads] : 0.f;
-      if (kIsFp8<Element>) weights[i] *= 0.5f;
+      if (is_doubled<Element>(i)) weights[i] *= 0.5f;
     }
+    float* const g_lane = p.logits + (pass_query + odd) * p.logits_stride + lane_key;
     int2* warp_bounds = shared.bounds[thread / 32];
     __syncwarp();
     if (lane < kPassQueries && pass_query + lane < p.seq) warp_bounds[lane] = bounds_of(p, pass_query + lane);
@@ -237,54 +256,62 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
     wait(&shared.q_full, q_parity);
     q_parity ^= 1;
 
-    for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
-      // Where all queries see all keys of a tile, none is masked.
-      const bool common = tile * kTileKeys >= range.common_begin && (tile + 1) * kTileKeys <= range.common_end;
-      wait(&shared.keys_full[ring.slot], ring.parity);
-      for (int part = turn; part < kTileKeys / 64 && turn < turns; part += turns) {
-        const int first_key = tile * kTileKeys + part * 64;
-        float scale;
-        if constexpr (kIsFp8<Element>) scale = p.k_scale[min(first_key + lane_key, p.seq_kv - 1)];
-        warpgroup_fence_operand(r_s);
-        warpgroup_arrive();
-        mma.accumulate_ = GMMA::ScaleOut::Zero;
+    // Inside, all queries see all keys of the part.
+    const auto multiply_part = [&](auto inside, int tile, int part) {
+      const int first_key = tile * kTileKeys + part * kPartKeys, key = first_key + lane_key;
+      float scale;
+      if constexpr (kIsFp8<Element>) scale = p.k_scale[inside ? key : min(key, p.seq_kv - 1)];
+      warpgroup_fence_operand(r_s);
+      warpgroup_arrive();
+      mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
-        for (int step = 0; step < kC.steps(); ++step) {
-          gemm(mma, r_keys(_, part, step, ring.slot), r_q(_, pass, step), r_s(_, 0, 0));
-          mma.accumulate_ = GMMA::ScaleOut::One;
-        }
-        warpgroup_commit_batch();
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(r_s);
+      for (int step = 0; step < kC.steps(); ++step) {
+        gemm(mma, r_keys(_, part, step, ring.slot), r_q(_, pass, step), r_s(_, 0, 0));
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(r_s);
 
-        float sums[2][kPassQueries] = {};
+      float sums[2][kPassQueries] = {};
 #pragma unroll
-        for (int i = 0; i < kPassRows / 4; ++i) {
+      for (int i = 0; i < kPassRows / 4; ++i) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float& sum = sums[half][i / 2 * 8 / kC.heads];
-            sum = fmaf(rectified<Element>(r_s(i / 2 * 4 + half * 2 + i % 2)), weights[i], sum);
-          }
+        for (int half = 0; half < 2; ++half) {
+          float& sum = sums[half][i / 2 * 8 / kC.heads];
+          sum = fmaf(rectified(r_s(i / 2 * 4 + half * 2 + i % 2), is_doubled<Element>(i)), weights[i], sum);
         }
-        float of_key[kPassQueries];
+      }
+      float of_key[kPassQueries];
 #pragma unroll
-        for (int i = 0; i < kPassQueries; ++i) {
-          of_key[i] = (upper ? sums[1][i] : sums[0][i]) + __shfl_xor_sync(~0u, upper ? sums[0][i] : sums[1][i], 2);
+      for (int i = 0; i < kPassQueries; ++i) {
+        of_key[i] = (upper ? sums[1][i] : sums[0][i]) + __shfl_xor_sync(~0u, upper ? sums[0][i] : sums[1][i], 2);
+      }
+#pragma unroll
+      for (int i = 0; i < kPassQueries; i += 2) {
+        const float sum = (odd ? of_key[i + 1] : of_key[i]) + __shfl_xor_sync(~0u, odd ? of_key[i] : of_key[i + 1], 1);
+        const float logit = kIsFp8<Element> ? sum * scale : sum;
+        float* g_logit = g_lane + i * p.logits_stride + first_key;
+        if constexpr (inside) {
+          *g_logit = logit;
+        } else if (pass_query + i + odd < p.seq && key < p.seq_kv) {
+          const int2 bounds = warp_bounds[i + odd];
+          *g_logit = key >= bounds.x && key < bounds.y ? logit : -INFINITY;
         }
+      }
+    };
+    for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
+      wait(&shared.keys_full[ring.slot], ring.parity);
+      if (turns == 1 && queries == kQueries && tile * kTileKeys >= range.common_begin &&
+          (tile + 1) * kTileKeys <= range.common_end) {
 #pragma unroll
-        for (int i = 0; i < kPassQueries; i += 2) {
-          const float sum =
-              (odd ? of_key[i + 1] : of_key[i]) + __shfl_xor_sync(~0u, odd ? of_key[i] : of_key[i + 1], 1);
-          const float logit = kIsFp8<Element> ? sum * scale : sum;
-          float* g_part = p.logits + (pass_query + i) * p.logits_stride + first_key;
-          if (common) {
-            if (pass_query + i + odd < p.seq) g_part[lane_offset] = logit;
-          } else {
-            const int query = pass_query + i + odd, key = first_key + lane_key;
-            if (query < p.seq && key < p.seq_kv) {
-              const int2 bounds = warp_bounds[i + odd];
-              g_part[lane_offset] = key >= bounds.x && key < bounds.y ? logit : -INFINITY;
-            }
+        for (int part = 0; part < kTileParts; ++part) multiply_part(std::true_type{}, tile, part);
+      } else {
+#pragma unroll 1
+        for (int part = turn; part < kTileParts && turn < turns; part += turns) {
+          const int first_key = tile * kTileKeys + part * kPartKeys;
+          if (first_key + kPartKeys > range.begin && first_key < range.end) {
+            multiply_part(std::false_type{}, tile, part);
           }
         }
       }
