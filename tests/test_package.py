@@ -300,19 +300,20 @@ def test_plan_ctas(host_functions: ModuleType, rows: int, columns: int, num_sms:
     ctas = host_functions.topk_select.plan_ctas(rows, columns, num_sms)
     assert ctas in (1, 2, 4, 8)
     if ctas > 1:
-        assert rows * ctas <= 2 * num_sms, "the CTAs of all rows must run at once"
+        assert rows * ctas <= num_sms, "every CTA must have an SM"
 
 
 def test_plan_ctas_fills_the_chip(host_functions: ModuleType) -> None:
     plan = host_functions.topk_select.plan_ctas
     assert plan(1, 131072, 132) == 8
+    assert plan(64, 32768, 132) == 2
     assert plan(4096, 131072, 132) == 1
     assert plan(1, 1000, 132) == 1
 
 
-@given(queries=st.integers(0, 2**20), keys=st.integers(0, 2**20), topk=st.integers(1, 4096))
-def test_scored_at_once(host_functions: ModuleType, queries: int, keys: int, topk: int) -> None:
-    count = host_functions.indexer_topk.queries_at_once(queries, keys, topk)
+@given(queries=st.integers(0, 2**20), keys=st.integers(0, 2**20))
+def test_scored_at_once(host_functions: ModuleType, queries: int, keys: int) -> None:
+    count = host_functions.indexer_topk.queries_at_once(queries, keys)
     assert min(1, queries) <= count <= queries
-    assert count <= 1 or count * keys * 4 <= queries * topk * 8 + 2**26
+    assert count <= 1 or count * keys * 4 <= 2**28
     assert count < 64 or count == queries or count % 64 == 0

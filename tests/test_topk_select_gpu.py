@@ -46,6 +46,8 @@ def adversarial_rows(columns: int) -> dict[str, Tensor]:
         "ramps down": (-t % 4096).float(),
         "ties among few": (t % 3).float(),
         "one in 64": noise.masked_fill(t % 64 != 5, -math.inf),
+        "the best in what one of 8 warps reads": noise + 100.0 * (t // 256 % 8 == 3),
+        "the best in what one of 16 warps reads": noise + 100.0 * (t // 256 % 16 == 5),
     }
 
 
@@ -94,6 +96,14 @@ def test_row_counts(rows: int, dtype: torch.dtype) -> None:
         for part in repeated_rows(rows, columns, dtype).split(rows):
             check(part, *whole(part), topk)
             check(part, *windows(part), topk)
+
+
+@both_dtypes
+def test_rows_too_many_to_be_cut_and_too_long_for_short_stretches(dtype: torch.dtype) -> None:
+    for columns, topk in ((2**17 + 8, 2048), (300001, 4096)):
+        logits = repeated_rows(140, columns, dtype)
+        check(logits, *whole(logits), topk)
+        check(logits, *windows(logits), topk)
 
 
 def bounds_of(pairs: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:

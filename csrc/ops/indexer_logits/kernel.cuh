@@ -304,7 +304,8 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       wait(&shared.keys_full[ring.slot], ring.parity);
       if (turns == 1 && queries == kQueries && tile * kTileKeys >= range.common_begin &&
           (tile + 1) * kTileKeys <= range.common_end) {
-#pragma unroll
+        // Unrolled where there are registers for the places of all queries.
+#pragma unroll(kC.heads >= 32 ? kTileParts : 1)
         for (int part = 0; part < kTileParts; ++part) multiply_part(std::true_type{}, tile, part);
       } else {
 #pragma unroll 1

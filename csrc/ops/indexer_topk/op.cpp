@@ -26,7 +26,7 @@ std::tuple<Tensor, Tensor> indexer_topk(Tensor q, Tensor k, Tensor weights, Tens
   const int64_t seq = q.size(0), seq_kv = k.size(0);
   Tensor indices = empty({seq, topk}, ScalarType::Int, device_index);
   Tensor values = empty({seq, topk}, ScalarType::Float, device_index);
-  const int64_t step = queries_at_once(seq, seq_kv, topk);
+  const int64_t step = queries_at_once(seq, seq_kv);
   const Tensor logits = empty_float_rows(step, seq_kv, device_index);
   void* const stream = current_stream(device_index);
   for (int64_t first = 0; first < seq; first += step) {

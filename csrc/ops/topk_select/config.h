@@ -10,6 +10,7 @@ inline constexpr int kMaxTopk = 4096;
 inline constexpr int kThreads = 512;            // of the largest CTA
 inline constexpr int kPiece = 4;                // consecutive entries that a thread takes at a time
 inline constexpr int kWarpPiece = 32 * kPiece;  // of its warp
+inline constexpr int kReadAhead = 2;            // loads of a warp that reads a run
 inline constexpr int kUnit = 8;                 // columns that begin 16-byte aligned, in bf16 too
 inline constexpr int kMaxCtas = 8;              // of a row: a portable cluster
 
@@ -34,18 +35,17 @@ inline constexpr int kMaxHeldRun = HeldShape::kHeld, kMinRun = kMaxHeldRun / 2;
 // selections.
 template <bool kSmall>
 using FilterShape = std::conditional_t<kSmall, Shape<256, 4, 10, 4>, Shape<kThreads, 4, 11, 2>>;
-inline constexpr int kStepPieces = 2;
+inline constexpr int kStepPieces = 2;  // that a thread reads at a time
 template <class Shape>
 inline constexpr int kStep = Shape::kThreads * kStepPieces * kPiece;
 template <class Shape>
 inline constexpr int kMaxTopkOf = Shape::kHeld - kStep<Shape>;
 static_assert(kMaxTopkOf<FilterShape<false>> == kMaxTopk);
 
-// CTAs of one row: one where rows fill the chip; else as many as fill it, each with at least kMinRun columns.
+// CTAs of one row: as many as there are SMs for all rows, each with at least kMinRun columns.
 constexpr int plan_ctas(int64_t rows, int columns, int num_sms) {
-  constexpr int kCtasPerSm = 2;
   int ctas = 1;
-  while (ctas < kMaxCtas && rows * ctas * 2 <= int64_t{num_sms} * kCtasPerSm && columns / (ctas * 2) >= kMinRun) {
+  while (ctas < kMaxCtas && rows * ctas * 2 <= num_sms && columns / (ctas * 2) >= kMinRun) {
     ctas *= 2;
   }
   return ctas;

@@ -3,7 +3,6 @@
 
 #include <cuda_bf16.h>
 
-#include <cstddef>
 #include <cstdint>
 
 #include "config.h"
@@ -33,7 +32,7 @@ struct Found {
 template <class Shape_>
 struct SelectorStorage {
   using Shape = Shape_;
-  Histogram<Shape> histogram;
+  Histogram<Shape> histograms[2];  // a cluster's turns
   alignas(16) Found found;
   unsigned warp_counts[2][Shape::kWarps];  // in turn
   unsigned warp_maxima[Shape::kWarps];
@@ -42,22 +41,24 @@ struct SelectorStorage {
 template <class T, class Shape>
 struct HeldStorage : SelectorStorage<Shape> {
   Entries<T, kMaxTopk> entries;
-  Histogram<Shape> other_histogram;
+};
 
-  __device__ __forceinline__ Histogram<Shape>& second_histogram() { return other_histogram; }
+// A run in stretches, which the warps read in turn: what each warp has found, values and ids, and where what it found
+// in a stretch begins in its list.
+template <class Shape>
+struct WarpLists {
+  static constexpr int kSize = Shape::kHeld / Shape::kWarps, kStretches = 512;
+  uint2 entries[Shape::kWarps][kSize];
 };
 template <class T, class Shape>
 struct FilterStorage : SelectorStorage<Shape> {
-  static constexpr int kStages = 2;
-  alignas(16) T columns[kStages][kStep<Shape>];
-  Entries<T, Shape::kHeld> entries;
-  alignas(8) uint64_t arrived[kStages];
-
-  // Where columns have arrived: a cluster searches when all are read.
-  __device__ __forceinline__ Histogram<Shape>& second_histogram() {
-    static_assert(sizeof(Histogram<Shape>) <= sizeof(columns));
-    return *reinterpret_cast<Histogram<Shape>*>(columns);
-  }
+  using Lists = WarpLists<Shape>;
+  union {
+    Entries<T, Shape::kHeld> entries;
+    Lists lists;
+  };
+  uint16_t firsts[Lists::kStretches + kReadAhead * Shape::kWarps + Shape::kWarps];
+  int full;  // a list is
 };
 
 // %tid.x, read again: registers are scarce where keys are held.
@@ -82,6 +83,9 @@ __device__ __forceinline__ int cluster_rank() {
 }
 
 // st.shared
+__device__ __forceinline__ void store_shared(uint32_t address, uint2 value) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
+}
 __device__ __forceinline__ void store_shared(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
@@ -160,12 +164,13 @@ __device__ __forceinline__ Piece load_piece(const __nv_bfloat16* columns) {
            __uint_as_float(r.y & 0xffff0000u)}};
 }
 
-// Consecutive columns of a row, of which copies begin and end at whole units.
+// Consecutive columns of a row, that are read from a whole unit on.
 struct Run {
   int begin, end;
 
   __device__ __forceinline__ int aligned_begin() const { return begin / kUnit * kUnit; }
   __device__ __forceinline__ int aligned_size() const { return end - aligned_begin(); }
+  __device__ __forceinline__ int last_piece() const { return max(0, end - 1) / kPiece * kPiece; }
   __device__ __forceinline__ bool contains(int first, int count) const {
     return first >= begin && first + count <= end;
   }

@@ -1,9 +1,7 @@
-// Runs that are too long to be held: columns arrive in steps, and what exceeds a guessed bar becomes a candidate.
+// Runs that are too long to be held: what exceeds a guessed bar becomes a candidate.
 #pragma once
 
 #include "selector.cuh"
-#include "sm90/tma.cuh"
-#include "sm90/warpgroup.cuh"
 
 namespace dsa::topk_select {
 
@@ -14,45 +12,6 @@ __device__ __forceinline__ int pieces_for(int entries) {
   return (entries + kOfCta - 1) / kOfCta;
 }
 
-// The columns of a run arrive a step at a time, one step ahead.
-template <class T, class Storage>
-struct Arrivals {
-  using Shape = typename Storage::Shape;
-  static constexpr int kColumns = kStep<Shape>, kStages = Storage::kStages;
-  Storage& shared;
-  const T* g_row;
-  Run run;
-  unsigned waits = 0;  // that are over
-
-  __device__ __forceinline__ int slot() const { return waits % kStages; }
-  // By one thread.
-  __device__ __forceinline__ void copy(int step, int slot) const {
-    const int columns = min(kColumns, (run.aligned_size() + kUnit - 1) / kUnit * kUnit - step);
-    if (columns <= 0) return;
-    sm90::arrive_and_expect(&shared.arrived[slot], columns * sizeof(T));
-    sm90::bulk_load(shared.columns[slot], g_row + run.aligned_begin() + step, columns * sizeof(T),
-                    &shared.arrived[slot]);
-  }
-  __device__ __forceinline__ void copy_first() const {
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) copy(i * kColumns, (waits + i) % kStages);
-  }
-  // Columns that do not belong to the run become NaN.
-  __device__ __forceinline__ const T* wait(int step) const {
-    T* columns = shared.columns[slot()];
-    sm90::wait(&shared.arrived[slot()], waits / kStages % 2);
-    const int first = run.aligned_begin() + step;
-    if (!run.contains(first, kColumns)) {
-      for (int i = threadIdx.x; i < kColumns; i += Shape::kThreads) {
-        if (!run.contains(first + i, 1)) columns[i] = T(NAN);
-      }
-      sm90::fence_async_proxy();
-      __syncthreads();
-    }
-    return columns;
-  }
-};
-
 // A sample of a run, in spots all over it that memory reads as quickly as a lone column. Sampled entries form groups,
 // each of entries that are far from each other, in no regular way: the best of a group stand for all.
 template <class T, class Shape>
@@ -61,7 +20,7 @@ struct Sample {
   static constexpr int kOfGroup = kEntries / (Shape::kThreads * kPiece), kGroups = kEntries / kOfGroup;
   Piece pieces[kOfGroup];
 
-  __device__ __forceinline__ Sample(const T* g_row, Run run) {
+  __device__ __forceinline__ void load(const T* g_row, Run run) {
     constexpr int kSpotColumns = kSpotPieces * kPiece;
     const int thread = threadIdx.x;
     const uint64_t run_spots = run.aligned_size() / kSpotColumns;
@@ -89,7 +48,8 @@ struct Filter {
   static constexpr int kPieces = Shape::kPieces;
   static constexpr Start kWhole = Selector<Storage>::kWhole;
   Selector<Storage>& selector;
-  Arrivals<T, Storage>& arrivals;
+  const T* g_row;
+  Run run;
   int topk;
   int step = 0, count = 0;
   float bar = -INFINITY;
@@ -98,7 +58,7 @@ struct Filter {
   // A bar that about topk entries exceed, with three standard deviations to spare.
   __device__ __forceinline__ void guess(const Sample<T, Shape>& sample) {
     constexpr float kGroups = sample.kGroups;
-    float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(arrivals.run.aligned_size()));
+    float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(run.aligned_size()));
     static_assert(sample.kOfGroup == 2 || sample.kOfGroup == 4);
     out *= out;
     if constexpr (sample.kOfGroup == 4) out *= out;  // of groups, those that have none above
@@ -120,53 +80,191 @@ struct Filter {
     low = last_out + 1;
   }
 
-  // Reads until there is no room for a step's candidates, or to the end. Returns whether it has come there.
-  __device__ __forceinline__ bool read() {
-    constexpr int kEntries = kStepPieces * kPiece;
-    constexpr float kBase = 1 << 23;  // of floats whose last bits count
-    const int size = arrivals.run.aligned_size();
-    const uint32_t to_values = sm90::shared_address(selector.shared.entries.values);
-    const uint32_t to_ids = sm90::shared_address(selector.shared.entries.ids);
-    const int thread = threadIdx.x;
-    while (step < size) {
-      const T* columns = arrivals.wait(step) + thread * kEntries;
-      Piece pieces[kStepPieces];
-#pragma unroll
-      for (int i = 0; i < kStepPieces; ++i) pieces[i] = load_piece(columns + i * kPiece);
-      float before[kEntries + 1];
+  // Which of consecutive entries exceed the bar: how many do before each, and all together.
+  template <int kEntries>
+  struct Above {
+    static constexpr float kBase = 1 << 23;  // of floats whose last bits count
+    float before[kEntries + 1];
+
+    __device__ __forceinline__ Above(const Piece* pieces, float bar) {
       before[0] = kBase;
 #pragma unroll
       for (int i = 0; i < kEntries; ++i) {
         before[i + 1] = before[i] + one_if_greater(pieces[i / kPiece].values[i % kPiece], bar);
       }
-      const unsigned above = __float_as_uint(before[kEntries]) - __float_as_uint(kBase);
-      const uint2 sums = selector.sum_warps(__reduce_add_sync(~0u, above));
+    }
+    __device__ __forceinline__ unsigned operator[](int i) const {
+      return __float_as_uint(before[i]) - __float_as_uint(kBase);
+    }
+    __device__ __forceinline__ unsigned all() const { return (*this)[kEntries]; }
+  };
+
+  // Entries from this column on, of which those outside of the run are NaN.
+  __device__ __forceinline__ Piece load_inside(int column) const {
+    Piece r = load_piece(g_row + min(column, run.last_piece()));
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) r.values[i] = run.contains(column + i, 1) ? r.values[i] : NAN;
+    return r;
+  }
+
+  // Warps read stretches in turn, each into a list of its own. Returns whether the lists had room for all; then the
+  // candidates are put in the order of ids.
+  __device__ __forceinline__ bool read_apart() {
+    using Lists = typename Storage::Lists;
+    constexpr int kColumns = 2 * kWarpPiece, kLogColumns = 8;
+    static_assert(1 << kLogColumns == kColumns && Lists::kStretches % Shape::kThreads == 0);
+    Storage& shared = selector.shared;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int begin = run.aligned_begin(), last_piece = run.last_piece();
+    // A stretch has so many columns that there are not too many stretches.
+    const int log_loads = max(0, 32 - __clz((run.aligned_size() - 1) / (kColumns * Lists::kStretches)));
+    const int loads = 1 << log_loads, log_stretch = log_loads + kLogColumns;
+    const auto column_of = [&](int load) {
+      const int stretch = (load >> log_loads) * Shape::kWarps + warp;
+      return begin + (stretch << log_stretch) + (load & loads - 1) * kColumns;
+    };
+    struct Pieces {
+      Piece of[2];
+    };
+    const auto pieces_from = [&](int column) {
+      const int first = column + lane * kPiece;
+      return Pieces{load_piece(g_row + min(first, last_piece)),
+                    load_piece(g_row + min(first + kWarpPiece, last_piece))};
+    };
+    Pieces next[kReadAhead];
+#pragma unroll
+    for (int i = 0; i < kReadAhead; ++i) next[i] = pieces_from(column_of(i));
+
+    const uint32_t list = sm90::shared_address(shared.lists.entries[warp]);
+    unsigned listed = 0;
+    bool full = false;
+    for (int load = 0; column_of(load) < run.end && !full; load += kReadAhead) {
+#pragma unroll
+      for (int i = 0; i < kReadAhead; ++i) {
+        const int column = column_of(load + i), first = column + lane * kPiece;
+        Pieces pieces = next[i];
+        next[i] = pieces_from(column_of(load + i + kReadAhead));
+        if (!run.contains(column, kColumns)) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+#pragma unroll
+            for (int e = 0; e < kPiece; ++e) {
+              if (!run.contains(first + j * kWarpPiece + e, 1)) pieces.of[j].values[e] = NAN;
+            }
+          }
+        }
+        if (lane == 0 && (load + i & loads - 1) == 0) {
+          shared.firsts[((load + i) >> log_loads) * Shape::kWarps + warp] = listed;
+        }
+        const Above<kPiece> above[2] = {{&pieces.of[0], bar}, {&pieces.of[1], bar}};
+        const unsigned of_lane = above[0].all() | above[1].all() << 16, to_lane = sum_to_lane(of_lane);
+        const unsigned of_warp = __shfl_sync(~0u, to_lane, 31), before = to_lane - of_lane;
+        const unsigned places[2] = {listed + (before & 0xffff), listed + (of_warp & 0xffff) + (before >> 16)};
+        const unsigned listed_now = listed + (of_warp & 0xffff) + (of_warp >> 16);
+        full |= listed_now > Lists::kSize;
+        if (full) break;
+        listed = listed_now;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int e = 0; e < kPiece; ++e) {
+            const float value = pieces.of[j].values[e];
+            if (value > bar) {
+              store_shared(list + (places[j] + above[j][e]) * unsigned{sizeof(uint2)},
+                           make_uint2(__float_as_uint(value), first + j * kWarpPiece + e));
+            }
+          }
+        }
+      }
+      if (full) shared.full = 1;
+      full |= *static_cast<volatile int*>(&shared.full) != 0;
+    }
+    const int stretches = (run.aligned_size() + (1 << log_stretch) - 1) >> log_stretch;
+    if (lane == 0) {
+      const int last_round = (stretches - warp + Shape::kWarps - 1) / Shape::kWarps;
+      shared.firsts[last_round * Shape::kWarps + warp] = listed;
+    }
+    __syncthreads();
+    if (shared.full) return false;
+
+    // Of each stretch, where its candidates stand among all, less where they stand in their list.
+    constexpr int kOfThread = Lists::kStretches / Shape::kThreads;
+    unsigned firsts[kOfThread], counts[kOfThread], of_thread = 0;
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const int stretch = threadIdx.x * kOfThread + i;
+      firsts[i] = shared.firsts[stretch];
+      counts[i] = stretch < stretches ? shared.firsts[stretch + Shape::kWarps] - firsts[i] : 0;
+      of_thread += counts[i];
+    }
+    const unsigned to_lane = sum_to_lane(of_thread);
+    const uint2 sums = selector.sum_warps(__shfl_sync(~0u, to_lane, 31));
+    unsigned place = sums.x + to_lane - of_thread;
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      shared.firsts[threadIdx.x * kOfThread + i] = place - firsts[i];
+      place += counts[i];
+    }
+    constexpr int kOfLane = Lists::kSize / 32;
+    uint2 entries[kOfLane];
+#pragma unroll
+    for (uint2& entry : entries) leave_undefined(entry.x), leave_undefined(entry.y);
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      if (i * 32 >= listed) break;
+      entries[i] = shared.lists.entries[warp][i * 32 + lane];
+    }
+    __syncthreads();
+    const uint32_t to_values = sm90::shared_address(shared.entries.values);
+    const uint32_t to_ids = sm90::shared_address(shared.entries.ids);
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      const unsigned in_list = i * 32 + lane;
+      if (in_list < listed) {
+        const int id = static_cast<int>(entries[i].y);
+        const unsigned at = shared.firsts[(id - begin) >> log_stretch] + in_list & 0xffff;
+        store_shared(to_values + at * unsigned{sizeof(T)}, T(__uint_as_float(entries[i].x)));
+        store_shared(to_ids + at * unsigned{sizeof(int)}, id);
+      }
+    }
+    count = sums.y;
+    return true;
+  }
+
+  // All read in the order of ids, until there is no room for a step's candidates, or to the end. Returns whether they
+  // have come there.
+  __device__ __forceinline__ bool read() {
+    constexpr int kEntries = kStepPieces * kPiece;
+    const uint32_t to_values = sm90::shared_address(selector.shared.entries.values);
+    const uint32_t to_ids = sm90::shared_address(selector.shared.entries.ids);
+    for (; step < run.aligned_size(); step += kStep<Shape>) {
+      const int first = run.aligned_begin() + step + threadIdx.x * kEntries;
+      Piece pieces[kStepPieces];
+#pragma unroll
+      for (int i = 0; i < kStepPieces; ++i) pieces[i] = load_inside(first + i * kPiece);
+      const Above<kEntries> above(pieces, bar);
+      const unsigned to_lane = sum_to_lane(above.all());
+      const uint2 sums = selector.sum_warps(__shfl_sync(~0u, to_lane, 31));
       if (count + sums.y > Shape::kHeld) return false;
-      // All have read.
-      if (thread == 0) arrivals.copy(step + Storage::kStages * kStep<Shape>, arrivals.slot());
-      const int first = arrivals.run.aligned_begin() + step + thread * kEntries;
-      const unsigned place = count + sums.x + sum_to_lane(above) - above - __float_as_uint(kBase);
+      const unsigned place = count + sums.x + to_lane - above.all();
 #pragma unroll
       for (int i = 0; i < kEntries; ++i) {
         const float value = pieces[i / kPiece].values[i % kPiece];
         if (value > bar) {
-          const unsigned at = place + __float_as_uint(before[i]);
-          store_shared(to_values + at * unsigned{sizeof(T)}, T(value));
-          store_shared(to_ids + at * unsigned{sizeof(int)}, first + i);
+          store_shared(to_values + (place + above[i]) * unsigned{sizeof(T)}, T(value));
+          store_shared(to_ids + (place + above[i]) * unsigned{sizeof(int)}, first + i);
         }
       }
       count += sums.y;
-      step += kStep<Shape>;
-      ++arrivals.waits;
     }
     return true;
   }
 
-  // Forgets candidates and guess.
-  __device__ __forceinline__ void restart() {
-    step = count = low = 0;
+  // Forgets all candidates too.
+  __device__ __forceinline__ void forget_guess() {
+    step = count = 0;
+    low = 0;
     bar = -INFINITY;
-    if (threadIdx.x == 0) arrivals.copy_first();
   }
 
   __device__ __forceinline__ void load_keys(Keys& keys, int pieces) const {

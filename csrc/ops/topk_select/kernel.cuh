@@ -16,6 +16,8 @@
 
 #include "filter.cuh"
 #include "params.h"
+#include "sm90/tma.cuh"
+#include "sm90/warpgroup.cuh"
 
 namespace dsa::topk_select {
 
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     r[i / kPiece].values[i % kPiece] = run.contains(column, 1) ? static_cast<float>(g_row[column]) : NAN;
   }
   Selector<Storage> selector{shared};
-  selector.clear(shared.histogram);
+  selector.clear(shared.histograms[0]);
   __syncthreads();
   unsigned keys[kKeys];
 #pragma unroll
@@ -122,31 +124,22 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
   const int row = cluster_index();
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
-  Arrivals<T, Storage> arrivals{shared, g_row, run_of_cta(p, row)};
-  const auto start = [&] {
-    if (threadIdx.x == 0) {
-#pragma unroll
-      for (auto& arrived : shared.arrived) sm90::barrier_init(&arrived, 1);
-      sm90::fence_barrier_init();
-      arrivals.copy_first();
-    }
-    Selector<Storage>::clear(shared.histogram);
-    __syncthreads();
-  };
   Selector<Storage> selector{shared};
-  Filter<T, Storage> filter{selector, arrivals, p.topk};
-  if (arrivals.run.aligned_size() > Shape::kHeld) {
-    const Sample<T, Shape> sample(g_row, arrivals.run);  // before copies that would delay it
-    start();
-    filter.guess(sample);
-  } else {
-    start();
-  }
-  for (;;) {
-    const bool read_all = filter.read();
+  Filter<T, Storage> filter{selector, g_row, run_of_cta(p, row), p.topk};
+  const bool guesses = filter.run.aligned_size() > Shape::kHeld;
+  Sample<T, Shape> sample;
+  for (Piece& piece : sample.pieces) leave_undefined(piece);
+  if (guesses) sample.load(g_row, filter.run);
+  Selector<Storage>::clear(shared.histograms[0]);
+  if (threadIdx.x == 0) shared.full = 0;
+  __syncthreads();
+  if (guesses) filter.guess(sample);
+  for (bool read_all = filter.read_apart();;) {
+    if (!read_all) read_all = filter.read();
     __syncthreads();
     if (read_all && filter.low > 0 && filter.count < p.topk) {
-      filter.restart();
+      filter.forget_guess();
+      read_all = false;
       continue;
     }
     // The best topk stay: as results, or to make room.

@@ -141,7 +141,7 @@ struct Selector {
                                             Start start, unsigned spare = 0) {
     unsigned prefix = start.low, keys_from_low = start.keys;
     for (int shift = start.shift;;) {
-      Histogram<Shape>& histogram = histogram_turn == 0 ? shared.histogram : shared.second_histogram();
+      Histogram<Shape>& histogram = shared.histograms[histogram_turn];
       const uint32_t bins_address = sm90::shared_address(histogram.bins);
       const int thread = thread_index();
       const unsigned other = kBins + thread % 32;
@@ -163,7 +163,7 @@ struct Selector {
       if (ctas > 1) {
         // All have read the other one.
         histogram_turn ^= 1;
-        clear(histogram_turn == 0 ? shared.histogram : shared.second_histogram());
+        clear(shared.histograms[histogram_turn]);
         add_others(bins, group_bins, ctas);
       }
       unsigned of_group = 0;
