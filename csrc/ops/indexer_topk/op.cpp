@@ -47,6 +47,7 @@ std::tuple<Tensor, Tensor> indexer_topk(Tensor q, Tensor k, Tensor weights, Tens
         .topk = static_cast<int>(topk),
         .ctas = topk_select::plan_ctas(count, static_cast<int>(seq_kv), device.num_sms),
         .device = device_index,
+        .num_sms = device.num_sms,
         .is_bf16 = false,
     };
     const char* error = seq_kv > 0 ? indexer_logits::launch(scores, stream) : nullptr;

@@ -29,10 +29,10 @@ struct Shape {
 using HeldShape = Shape<256, 8, 11, 4>;
 using HeldClusterShape = Shape<kThreads, 4, 11, 2>;
 static_assert(HeldShape::kHeld == HeldClusterShape::kHeld);
-inline constexpr int kMaxHeldRun = HeldShape::kHeld, kMinRun = kMaxHeldRun / 2;
+inline constexpr int kMaxHeldRun = HeldShape::kHeld;
 
 // Of runs that are filtered. It has room for what stays after a cut and one step more, so the small one is for small
-// selections.
+// selections; and for rows that fill the chip, as a lone CTA on an SM should have many warps.
 template <bool kSmall>
 using FilterShape = std::conditional_t<kSmall, Shape<256, 4, 10, 4>, Shape<kThreads, 4, 11, 2>>;
 inline constexpr int kStepPieces = 2;  // that a thread reads at a time
@@ -42,12 +42,12 @@ template <class Shape>
 inline constexpr int kMaxTopkOf = Shape::kHeld - kStep<Shape>;
 static_assert(kMaxTopkOf<FilterShape<false>> == kMaxTopk);
 
-// CTAs of one row: as many as there are SMs for all rows, each with at least kMinRun columns.
+// CTAs of one row: as many as there are SMs for all rows, each with a run that is worth its part in a cluster.
 constexpr int plan_ctas(int64_t rows, int columns, int num_sms) {
+  constexpr int kMinHeldRun = kMaxHeldRun / 2, kMinFilteredRun = 4 * kMaxHeldRun;
   int ctas = 1;
-  while (ctas < kMaxCtas && rows * ctas * 2 <= num_sms && columns / (ctas * 2) >= kMinRun) {
-    ctas *= 2;
-  }
+  while (ctas < kMaxCtas && rows * ctas * 2 <= num_sms && columns / (ctas * 2) >= kMinHeldRun) ctas *= 2;
+  while (ctas > 1 && columns > kMaxHeldRun * ctas && columns / ctas < kMinFilteredRun) ctas /= 2;
   return ctas;
 }
 

@@ -24,8 +24,9 @@ const char* launch_rows_of(const Params& p, cudaStream_t stream) {
   if (p.columns <= kMaxHeldRun * p.ctas) {
     return p.ctas == 1 ? launch_held<T, HeldShape>(p, grid, stream) : launch_held<T, HeldClusterShape>(p, grid, stream);
   }
-  return p.topk <= kMaxTopkOf<FilterShape<true>> ? launch_filter<T, FilterShape<true>>(p, grid, stream)
-                                                 : launch_filter<T, FilterShape<false>>(p, grid, stream);
+  const bool small = p.topk <= kMaxTopkOf<FilterShape<true>> && grid.ctas > unsigned(p.num_sms);
+  return small ? launch_filter<T, FilterShape<true>>(p, grid, stream)
+               : launch_filter<T, FilterShape<false>>(p, grid, stream);
 }
 
 }  // namespace

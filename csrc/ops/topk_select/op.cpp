@@ -40,6 +40,7 @@ std::tuple<Tensor, Tensor> topk_select(Tensor logits, Tensor starts, Tensor ends
       .topk = static_cast<int>(topk),
       .ctas = plan_ctas(rows, columns, device.num_sms),
       .device = device_index,
+      .num_sms = device.num_sms,
       .is_bf16 = logits.scalar_type() == ScalarType::BFloat16,
   };
   const char* error = launch(params, current_stream(device_index));

@@ -13,8 +13,8 @@ struct Params {
   void* values;                                       // like logits, [rows, topk], contiguous
   int64_t logits_stride, starts_stride, ends_stride;  // in elements
   int rows, columns, topk;
-  int ctas;    // of a row, from plan_ctas
-  int device;  // index of the one that runs the kernel
+  int ctas;             // of a row, from plan_ctas
+  int device, num_sms;  // index of the one that runs the kernel, and its SMs
   bool is_bf16;
 };
 
