@@ -119,6 +119,52 @@ def sparse_mla(
     return result if return_lse else result[0]
 
 
+def attn_dist(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    *,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    q_start: int = 0,
+    kv_stride: int = 1,
+    topk_length: Tensor | None = None,
+    normalize: bool = False,
+    per_head_block: bool = False,
+) -> Tensor:
+    """How much attention each listed key gets from all heads: what the indexer of DeepSeek-V3.2 learns to predict.
+
+    For query (b, s), group g and visible slot i with key k_i = kv[b, indices[b, s, g, i], g]::
+
+        dist[b, s, g, i] = sum_h exp(sm_scale * q[b, s, h].k_i - lse[b, s, h])
+
+    over the heads h of the group; 0 for a slot that is not visible. With the lse of :func:`sparse_mla` every head adds
+    a distribution over the slots. Another lse is a denominator of its own: one that also counts a sink or keys that are
+    not listed leaves sums below 1, and a head whose lse is -inf adds nothing.
+
+    Args:
+        q, kv, indices, sm_scale, causal, q_start, kv_stride, topk_length: as for :func:`sparse_mla`.
+        lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 beside float64 inputs).
+        normalize: divide each row by its sum, or by 1e-10 where that is more.
+        per_head_block: return the sums of each 64 heads of a group apart, to be added up or sent as they are.
+
+    Returns:
+        dist [B, S, G, K], fp32 (float64 for float64 inputs); with `per_head_block` [ceil(H / G / 64), B, S, G, K].
+        Without a gradient: it is a teacher. Bitwise repeatable.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also with both `normalize` and `per_head_block`, or when a GPU has no kernel.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    result: Tensor = torch.ops.dsa.attn_dist.default(
+        q, kv, indices, lse, sm_scale, causal, q_start, kv_stride, topk_length, normalize, per_head_block
+    )
+    return result
+
+
 def indexer_logits(
     q: Tensor,
     k: Tensor,

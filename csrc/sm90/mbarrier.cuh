@@ -64,9 +64,11 @@ struct Ring {
   int slot = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
+  // By at most kSlots.
+  __device__ __forceinline__ void advance(int slots = 1) {
+    slot += slots;
+    if (slot >= kSlots) {
+      slot -= kSlots;
       parity ^= 1;
     }
   }

@@ -1,4 +1,4 @@
-"""The arguments that sparse_mla_fwd and sparse_mla_bwd share, and what must hold of them."""
+"""The arguments that sparse_mla_fwd, sparse_mla_bwd and attn_dist share, and what must hold of them."""
 
 import torch
 from torch import Tensor
@@ -18,13 +18,14 @@ def check_inputs(
     kv: Tensor,
     indices: Tensor,
     sm_scale: float | None,
-    d_v: int,
+    d_v: int | None,
     q_start: int,
     kv_stride: int,
     topk_length: Tensor | None,
     attn_sink: Tensor | None,
 ) -> None:
-    """Fails unless the arguments, all but those of one kernel's memory layout, are legal."""
+    """Fails unless the arguments, all but those of one kernel's memory layout, are legal. `d_v` is None where no values
+    are read."""
     dtype = q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
     check_tensor(op, "q", q, dtype, B=None, S=None, H=None, Dqk=None)
     batch, seq, heads, d_qk = q.shape
@@ -36,7 +37,9 @@ def check_inputs(
     if attn_sink is not None:
         check_tensor(op, "attn_sink", attn_sink, reference.sparse_mla.compute_dtype(q), H=heads)
 
-    if (d_qk, d_v) not in _SHAPES:
+    if d_v is None and d_qk not in dict(_SHAPES):
+        fail(op, f"Dqk must be 576 or 512, got {d_qk}")
+    if d_v is not None and (d_qk, d_v) not in _SHAPES:
         fail(op, f"(Dqk, d_v) must be (576, 512) or (512, 512), got ({d_qk}, {d_v})")
     if groups < 1 or heads % groups != 0 or heads // groups > _MAX_HEADS_PER_GROUP:
         expected = f"a multiple of kv's groups, at most {_MAX_HEADS_PER_GROUP} a group"

@@ -1,4 +1,4 @@
-"""Sparse multi-query latent attention in plain PyTorch, forward and backward, on any device.
+"""Sparse multi-query latent attention in plain PyTorch, forward, backward and its distribution, on any device.
 
 Arithmetic is fp32, or float64 for float64 inputs. Queries are taken in chunks, so that the gathered keys and the scores
 of one chunk bound the memory: S=4096 queries with 2048 keys each need less than 1 GB next to the tensors themselves.
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+#: Heads of one partial sum of attn_dist.
+HEADS_PER_BLOCK = 64
 #: Elements that the temporaries of one chunk of queries may hold.
 _CHUNK_ELEMENTS = 2**26
 
@@ -173,3 +175,32 @@ def sparse_mla_bwd(
     else:
         d_sink = ((share - 1) * delta).sum((0, 1)).to(attn_sink.dtype)
     return dq, dkv, d_sink
+
+
+def attn_dist(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    q_start: int = 0,
+    kv_stride: int = 1,
+    topk_length: Tensor | None = None,
+    normalize: bool = False,
+    per_head_block: bool = False,
+) -> Tensor:
+    """See :func:`dsa_ext.attn_dist`. Takes any D. Returns fp32, float64 for float64 inputs."""
+    scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
+    visible = visible_slots(indices, kv.shape[1], causal, q_start, kv_stride, topk_length)
+    group_heads = q.shape[2] // kv.shape[2]
+    blocks = -(-group_heads // HEADS_PER_BLOCK) if per_head_block else 1
+    dist = q.new_empty(blocks, *indices.shape, dtype=compute_dtype(q))
+    for chunk in chunks(q, kv, indices, visible):
+        chunk_lse = lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])
+        p = chunk.probabilities(chunk_lse, scale).masked_fill((chunk_lse == -torch.inf)[..., None], 0)
+        for block, of_block in enumerate(p.split(HEADS_PER_BLOCK if per_head_block else group_heads, dim=3)):
+            dist[block, :, chunk.queries] = of_block.sum(3)
+    if per_head_block:
+        return dist
+    return dist[0] / dist[0].sum(-1, keepdim=True).clamp(min=1e-10) if normalize else dist[0]

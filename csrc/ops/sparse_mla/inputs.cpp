@@ -27,8 +27,13 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
   }
   if (options.attn_sink) check_tensor(op, "attn_sink", *options.attn_sink, ScalarType::Float, {{"H", heads}});
 
-  DSA_CHECK((d_qk == 576 || d_qk == 512) && options.d_v == kValueColumns, op,
-            ": (Dqk, d_v) must be (576, 512) or (512, 512), got (", d_qk, ", ", options.d_v, ")");
+  const bool is_width = d_qk == 576 || d_qk == 512;
+  if (options.d_v) {
+    DSA_CHECK(is_width && *options.d_v == kValueColumns, op, ": (Dqk, d_v) must be (576, 512) or (512, 512), got (",
+              d_qk, ", ", *options.d_v, ")");
+  } else {
+    DSA_CHECK(is_width, op, ": Dqk must be 576 or 512, got ", d_qk);
+  }
   DSA_CHECK(groups >= 1 && heads % groups == 0 && heads / groups <= kMaxHeadsPerGroup, op,
             ": q's heads must be a multiple of kv's groups, at most 128 a group, got ", heads, " heads and ", groups,
             " groups");
@@ -83,7 +88,7 @@ Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, con
       .groups = static_cast<int>(kv_sizes[2]),
       .topk = static_cast<int>(indices.size(3)),
       .d_qk = static_cast<int>(d_qk),
-      .d_v = static_cast<int>(d_v),
+      .d_v = static_cast<int>(d_v.value_or(kValueColumns)),
       .device = device_index,
       .num_sms = device.num_sms,
       .causal = causal,

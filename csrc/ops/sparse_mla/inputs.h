@@ -1,4 +1,4 @@
-// The arguments that sparse_mla_fwd and sparse_mla_bwd share, and what must hold of them.
+// The arguments that sparse_mla_fwd, sparse_mla_bwd and attn_dist share, and what must hold of them.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace dsa::sparse_mla {
 
 struct Options {
   std::optional<double> sm_scale;
-  int64_t d_v;
+  std::optional<int64_t> d_v;  // of an operator that reads values
   bool causal;
   int64_t q_start, kv_stride;
   std::optional<Tensor> topk_length, attn_sink;

@@ -1,0 +1,288 @@
+// The attention distribution at the selected slots: dist[i] = sum over heads of exp(scale * q_h.k_i - lse_h).
+//
+// A CTA walks over queries. One warpgroup gathers: Q, and keys in tiles of 64, chunk by chunk of 64 columns through a
+// ring of slots, so that a slot is free again as soon as its chunk has been multiplied. The two others take the tiles
+// in turn. Heads are the columns of the products, S^T = K Q^T, so that a thread holds a quarter of all heads of two
+// keys: while one warpgroup takes exponentials and adds them up, the other multiplies.
+#pragma once
+
+#include <cutlass/cutlass.h>
+
+#include "config.h"
+#include "params.h"
+#include "sm90/gather.cuh"
+#include "sm90/math.cuh"
+#include "sm90/mbarrier.cuh"
+#include "sm90/mma.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/warpgroup.cuh"
+
+namespace dsa::attn_dist {
+
+using namespace dsa::sm90;
+
+static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == sm90::kChunkColumns);
+inline constexpr int kVisibleSlots = 4;  // more than tiles in the ring
+
+template <Config kC>
+struct SharedStorage {
+  alignas(1024) Bf16 q[kC.heads * kC.d_qk];
+  alignas(1024) Bf16 keys[kC.slots()][kChunkElements];
+  uint32_t visible[kVisibleSlots][4];                   // of a tile, see publish_visible
+  float sums[2][kScoreWarpgroups][kWarpsPerWarpgroup];  // of a row, for two items in turn
+  uint64_t q_full[kC.chunks()], q_empty[kC.chunks()];
+  uint64_t full[kC.slots()], empty[kC.slots()];
+  uint64_t visible_full[kVisibleSlots];
+  uint64_t others_written[2];  // for two items in turn
+};
+
+// The heads of one query and group.
+struct Item {
+  int group, s, b;
+  int slots, id_end;  // slots and ids below these are visible
+  int tiles;          // that hold them
+
+  __device__ __forceinline__ Item(const Params& p, int index) {
+    group = index % p.groups;
+    index /= p.groups;
+    s = index % p.seq_q;
+    b = index / p.seq_q;
+    slots = used_slots(
+        p.topk, p.topk_length ? p.topk_length + b * p.topk_length_stride_b + s * p.topk_length_stride_s : nullptr);
+    id_end = visible_end(p.seq_kv, p.causal, p.q_start, p.positions_per_key, s);
+    tiles = id_end > 0 ? (slots + kTileKeys - 1) / kTileKeys : 0;
+  }
+  // Of block `block` of its heads.
+  __device__ __forceinline__ float* row(const Params& p, int block) const {
+    const int64_t rows = static_cast<int64_t>(p.batch) * p.seq_q * p.groups;
+    return p.dist + (block * rows + (static_cast<int64_t>(b) * p.seq_q + s) * p.groups + group) * p.topk;
+  }
+};
+
+__device__ __forceinline__ int items(const Params& p) { return p.batch * p.seq_q * p.groups; }
+__device__ __forceinline__ int rows_of_item(const Params& p) {
+  return p.per_head_block ? (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads : 1;
+}
+
+// Copies Q and keys, and writes zeros to slots behind the last tile. By one warpgroup.
+template <Config kC>
+__device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
+                                       int thread) {
+  const uint32_t piece_offset = swizzled_offset(gather_row(thread), gather_piece(thread));
+  Ring<kC.slots()> ring;
+  Ring<kVisibleSlots> visible_ring;
+  uint32_t q_parity = 1;  // the first Q need not wait
+  for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
+    const Item item(p, index);
+    for (int block = 0; block < rows_of_item(p); ++block) {
+      float* g_row = item.row(p, block);
+      for (int slot = item.tiles * kTileKeys + thread; slot < p.topk; slot += kWarpgroupThreads) g_row[slot] = 0.f;
+    }
+    if (item.tiles == 0) continue;
+    const int* g_ids = p.indices + item.b * p.indices_stride_b + item.s * p.indices_stride_s +
+                       item.group * p.indices_stride_g + gather_row(thread);
+    const char* g_keys = reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b +
+                                                       item.group * p.kv_stride_g) +
+                         gather_piece(thread) * 16;
+    int ids[kGatherRowsPerThread], slots_left = item.slots - gather_row(thread);
+    const auto load_ids = [&] {
+#pragma unroll
+      for (int i = 0; i < kGatherRowsPerThread; ++i) {
+        ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
+      }
+      g_ids += kTileKeys;
+      slots_left -= kTileKeys;
+    };
+    load_ids();
+    for (int tile = 0; tile < item.tiles; ++tile, visible_ring.advance()) {
+      const GatherRows rows(g_keys, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, item.id_end);
+      load_ids();
+      publish_visible(shared.visible[visible_ring.slot], rows, thread);
+      if (thread % kWarpThreads == 0) arrive(&shared.visible_full[visible_ring.slot]);
+      cute::for_each(cute::make_int_sequence<kC.chunks()>{}, [&](auto chunk) {
+        if (tile == 0 && thread == 0) {
+          wait(&shared.q_empty[chunk], q_parity);
+          arrive_and_expect(&shared.q_full[chunk], kC.heads * kSwizzleRowBytes);
+          tma_load(shared.q + chunk * kC.heads * kChunkColumns, &q_map,
+                   {chunk * kChunkColumns, 0, item.group, item.s, item.b}, &shared.q_full[chunk]);
+        }
+        wait(&shared.empty[ring.slot], ring.parity ^ 1);
+        rows.template copy<chunk, chunk, chunk + 1>(shared_address(shared.keys[ring.slot]) + piece_offset);
+        arrive_after_copies(&shared.full[ring.slot]);
+        ring.advance();
+      });
+    }
+    q_parity ^= 1;
+  }
+}
+
+// Scores every other tile, and writes what its keys receive. By a warpgroup, number `warpgroup`.
+template <Config kC>
+__device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, int warpgroup, int thread) {
+  using namespace cute;
+  constexpr int kChunks = kC.chunks(), kSteps = kChunkColumns / 16, kBlocks = kC.heads > kBlockHeads ? 2 : 1;
+  constexpr int kColumns = kC.heads / 4;  // of a thread's part of the scores
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  // In the end a lane has the sum of one key.
+  const int odd = lane & 1, warp_key = odd * 8 + lane / 4;
+  const bool writes = (lane & 2) == 0;
+  const float scale = p.sm_scale * kLog2E;
+
+  NarrowScoreMma<kC.heads> mma;
+  const auto slice = mma.get_slice(thread);
+  const Tensor r_q =
+      slice.partition_fragment_B(make_tensor(make_smem_ptr(shared.q), HeadsByColumns<kC.heads, kC.d_qk>{}));
+  const Tensor r_keys = slice.partition_fragment_A(
+      make_tensor(make_smem_ptr(shared.keys[0]),
+                  tile_to_shape(GMMA::Layout_K_SW128_Atom<Bf16>{}, Shape<_64, Int<kChunkColumns>, Int<kC.slots()>>{})));
+  Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kC.heads>>{});
+
+  // Tiles of all items are one sequence, of which the warpgroups take every other.
+  Ring<kC.slots()> ring;
+  Ring<kVisibleSlots> visible_ring;
+  if (warpgroup == 1) ring.advance(kChunks), visible_ring.advance();
+  int tiles_before = 0;
+  uint32_t item_count = 0;
+  for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
+    const Item item(p, index);
+    if (item.tiles == 0) continue;
+    const uint32_t q_parity = item_count % 2;
+    const int first_tile = (warpgroup - tiles_before) & 1;
+    float base[kColumns];
+    const int group_heads = p.heads / p.groups;
+    const float* g_lse = p.lse + item.b * p.lse_stride_b + item.s * p.lse_stride_s;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int head = c / 2 * 8 + lane % 4 * 2 + c % 2;
+      const float lse = head < group_heads ? g_lse[(item.group * group_heads + head) * p.lse_stride_h] : -INFINITY;
+      base[c] = lse == -INFINITY ? -INFINITY : -lse * kLog2E;
+    }
+    float row_sum = 0.f;
+    for (int tile = first_tile; tile < item.tiles; tile += kScoreWarpgroups) {
+      const bool is_first = tile == first_tile, is_last = tile + kScoreWarpgroups >= item.tiles;
+      wait(&shared.visible_full[visible_ring.slot], visible_ring.parity);
+      const bool visible = shared.visible[visible_ring.slot][warp_key / 4] >> (warp_key % 4 * 8 + warp) & 1;
+      visible_ring.advance(kScoreWarpgroups);
+      int slot_before = 0;
+      const auto release = [&](int chunk, int slot) {
+        if (lane != 0) return;
+        arrive(&shared.empty[slot]);
+        if (is_last) arrive(&shared.q_empty[chunk]);
+      };
+      warpgroup_fence_operand(r_s);
+      mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        if (is_first) wait(&shared.q_full[chunk], q_parity);
+        wait(&shared.full[ring.slot], ring.parity);
+        fence_async_proxy();
+        warpgroup_arrive();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          gemm(mma, r_keys(_, 0, step, ring.slot), r_q(_, 0, chunk * kSteps + step), r_s(_, 0, 0));
+          mma.accumulate_ = GMMA::ScaleOut::One;
+        }
+        warpgroup_commit_batch();
+        if (chunk > 0) {
+          warpgroup_wait<1>();
+          release(chunk - 1, slot_before);
+        }
+        slot_before = ring.slot;
+        ring.advance();
+      }
+      warpgroup_wait<0>();
+      release(kChunks - 1, slot_before);
+      ring.advance(kChunks);
+      warpgroup_fence_operand(r_s);
+
+      float sums[kBlocks][2] = {};
+#pragma unroll
+      for (int i = 0; i < size(r_s); ++i) {
+        sums[i / 4 * 8 / kBlockHeads][i / 2 % 2] += exp2_fast(fmaf(r_s(i), scale, base[i / 4 * 2 + i % 2]));
+      }
+      if (kBlocks == 2 && !p.per_head_block) {
+        sums[0][0] += sums[1][0];
+        sums[0][1] += sums[1][1];
+      }
+      const int slot = tile * kTileKeys + warp * 16 + warp_key;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        if (block >= rows_of_item(p)) break;
+        float sum =
+            (odd ? sums[block][1] : sums[block][0]) + __shfl_xor_sync(~0u, odd ? sums[block][0] : sums[block][1], 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (!visible) sum = 0.f;
+        if (writes && slot < p.topk) item.row(p, block)[slot] = sum;
+        if (writes) row_sum += sum;
+      }
+    }
+    if (first_tile >= item.tiles && lane == 0) {
+      // Not before the Q that it leaves alone is here: else this would count for the one before.
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        wait(&shared.q_full[chunk], q_parity);
+        arrive(&shared.q_empty[chunk]);
+      }
+    }
+    __syncwarp();
+    tiles_before += item.tiles;
+
+    if (p.normalize) {
+      // Whoever had the last tile divides all, when the others have written theirs.
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) row_sum += __shfl_xor_sync(~0u, row_sum, lanes);
+      if (lane == 0) shared.sums[item_count % 2][warpgroup][warp] = row_sum;
+      if (warpgroup == tiles_before % 2) {
+        arrive(&shared.others_written[item_count % 2]);
+      } else {
+        wait(&shared.others_written[item_count % 2], item_count / 2 % 2);
+        if (warpgroup == 0) {
+          sync_warpgroup<1>();
+        } else {
+          sync_warpgroup<2>();
+        }
+        float sum = 0.f;
+        for (const auto& of_warps : shared.sums[item_count % 2]) {
+          for (float of_warp : of_warps) sum += of_warp;
+        }
+        sum = fmaxf(sum, 1e-10f);
+        float* g_row = item.row(p, 0);
+        for (int i = thread; i < p.topk; i += kWarpgroupThreads) g_row[i] /= sum;
+      }
+    }
+    ++item_count;
+  }
+}
+
+template <int kConfig>
+__global__ void __launch_bounds__(kThreads, 1)
+    attn_dist_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
+  constexpr Config kC = kConfigs[kConfig];
+  extern __shared__ __align__(1024) char shared_bytes_[];
+  SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);
+  const int thread = threadIdx.x % kWarpgroupThreads;
+  const int warpgroup = cutlass::canonical_warp_group_idx();
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&q_map);
+    for (int i = 0; i < kC.chunks(); ++i) {
+      barrier_init(&shared.q_full[i], 1);
+      barrier_init(&shared.q_empty[i], kScoreWarpgroups * kWarpsPerWarpgroup);
+    }
+    for (int i = 0; i < kC.slots(); ++i) {
+      barrier_init(&shared.full[i], kWarpgroupThreads);
+      barrier_init(&shared.empty[i], kWarpsPerWarpgroup);
+    }
+    for (uint64_t& barrier : shared.visible_full) barrier_init(&barrier, kWarpsPerWarpgroup);
+    for (uint64_t& barrier : shared.others_written) barrier_init(&barrier, kWarpgroupThreads);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (warpgroup < kScoreWarpgroups) {
+    grow_registers<kScoreRegisters>();
+    score<kC>(shared, p, warpgroup, thread);
+  } else {
+    shrink_registers<kGatherRegisters>();
+    gather<kC>(shared, p, q_map, thread);
+  }
+}
+
+}  // namespace dsa::attn_dist
