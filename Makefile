@@ -33,6 +33,7 @@ test: lint
 bench: build
 	$(PY) bench/bench_sparse_mla_fwd.py
 	$(PY) bench/bench_sparse_mla_bwd.py
+	$(PY) bench/bench_attn_dist.py
 	$(PY) bench/bench_indexer.py
 
 tables: build

@@ -20,9 +20,10 @@ from dsa_ext.testing.inputs import (
     strided_copy,
     strided_rows,
 )
-from dsa_ext.testing.tolerances import backward_errors, check_selected, forward_errors, logits_errors
+from dsa_ext.testing.tolerances import backward_errors, check_dist, check_selected, forward_errors, logits_errors
 
-# (S, S_kv, H, G, K, Dqk): one tile, several tiles, partial heads, groups, keys split over CTAs, nothing to see.
+# (S, S_kv, H, G, K, Dqk): one tile, several tiles, partial heads, groups, keys split over CTAs, nothing to see, several
+# queries a CTA.
 SPARSE_MLA = (
     (3, 100, 64, 1, 64, 576),
     (3, 100, 128, 1, 200, 512),
@@ -31,6 +32,7 @@ SPARSE_MLA = (
     (2, 100, 34, 2, 65, 576),
     (1, 600, 17, 1, 520, 576),
     (2, 0, 65, 1, 5, 576),
+    (300, 200, 100, 1, 129, 576),
 )
 # (R, C, K): one column, all selected, candidates that are cut, rows cut in two and in eight.
 TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17004, 100), (1, 70001, 2048))
@@ -52,6 +54,9 @@ def sparse_mla(seq: int, s_kv: int, heads: int, groups: int, topk: int, d_qk: in
     ):
         out, lse = dsa_ext.sparse_mla(q, kv, indices, return_lse=True, **options)
         forward_errors(out, lse, q, kv, indices, **options).check()
+        plain = {name: value for name, value in options.items() if name != "attn_sink"}
+        for kind in ({}, {"normalize": True}, {"per_head_block": True}):
+            check_dist(dsa_ext.attn_dist(q, kv, indices, lse, **plain, **kind), q, kv, indices, lse, **plain, **kind)
         for deterministic in (False, True):
             grads = torch.ops.dsa.sparse_mla_bwd(
                 out, q, kv, out, lse, indices, **options, dlse=lse.clamp(min=0), deterministic=deterministic

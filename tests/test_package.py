@@ -160,6 +160,7 @@ MLA = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
 SOURCES = [
     "sparse_mla_fwd/launch",
     "sparse_mla_bwd/launch",
+    "attn_dist/launch",
     "indexer_logits/launch_fp8",
     "indexer_logits/launch_bf16",
     "topk_select/launch",
@@ -167,8 +168,9 @@ SOURCES = [
 
 
 def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
-    fwd, bwd, logits, select = (
-        getattr(host_functions, op) for op in ("sparse_mla_fwd", "sparse_mla_bwd", "indexer_logits", "topk_select")
+    fwd, bwd, dist, logits, select = (
+        getattr(host_functions, op)
+        for op in ("sparse_mla_fwd", "sparse_mla_bwd", "attn_dist", "indexer_logits", "topk_select")
     )
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # of heads and of columns
     select_shapes = 2 * (2 + 2)  # of dtypes, and of CTAs that hold their runs and that filter them
@@ -180,6 +182,9 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         # One that adds to sums, and one that stores rows.
         "sparse_mla_bwd/launch": Kernels(
             "sparse_mla_bwd_kernel", 2 * len(bwd.configs), bwd.threads, (*MLA, "REDG"), bwd_others
+        ),
+        "attn_dist/launch": Kernels(
+            "attn_dist_kernel", dist.configs, dist.threads, ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
         ),
         "indexer_logits/launch_fp8": Kernels(
             "indexer_logits_kernel.*e4m3", logits_shapes, logits.threads, ("QGMMA", *scoring)

@@ -37,7 +37,7 @@ def check_inputs(
     if attn_sink is not None:
         check_tensor(op, "attn_sink", attn_sink, reference.sparse_mla.compute_dtype(q), H=heads)
 
-    if d_v is None and d_qk not in dict(_SHAPES):
+    if d_v is None and all(d_qk != width for width, _ in _SHAPES):
         fail(op, f"Dqk must be 576 or 512, got {d_qk}")
     if d_v is not None and (d_qk, d_v) not in _SHAPES:
         fail(op, f"(Dqk, d_v) must be (576, 512) or (512, 512), got ({d_qk}, {d_v})")

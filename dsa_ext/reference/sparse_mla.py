@@ -195,11 +195,11 @@ def attn_dist(
     visible = visible_slots(indices, kv.shape[1], causal, q_start, kv_stride, topk_length)
     group_heads = q.shape[2] // kv.shape[2]
     blocks = -(-group_heads // HEADS_PER_BLOCK) if per_head_block else 1
-    dist = q.new_empty(blocks, *indices.shape, dtype=compute_dtype(q))
+    dist = q.new_zeros(blocks, *indices.shape, dtype=compute_dtype(q))
     for chunk in chunks(q, kv, indices, visible):
         chunk_lse = lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])
         p = chunk.probabilities(chunk_lse, scale).masked_fill((chunk_lse == -torch.inf)[..., None], 0)
-        for block, of_block in enumerate(p.split(HEADS_PER_BLOCK if per_head_block else group_heads, dim=3)):
+        for block, of_block in enumerate(p.split(HEADS_PER_BLOCK if per_head_block else max(1, group_heads), dim=3)):
             dist[block, :, chunk.queries] = of_block.sum(3)
     if per_head_block:
         return dist

@@ -120,6 +120,28 @@ def backward_errors(
     )
 
 
+#: Of attn_dist, over the finite entries: see similarity_error.
+DIST_SIMILARITY = 1e-7
+
+
+def check_dist(
+    dist: Tensor, q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor, normalize: bool = False, **options: Any
+) -> float:
+    """Compares the result of a call of attn_dist with the reference in float64; returns similarity_error.
+
+    Fails beyond DIST_SIMILARITY, and where zeros, inf and NaN do not stand in the same places: an entry that float64
+    resolves and fp32 does not may be 0.
+    """
+    expected = reference.attn_dist(q.double(), kv.double(), indices, lse.double(), normalize=normalize, **options)
+    finite = expected.isfinite()
+    tiny = expected < 2 * torch.finfo(torch.float32).tiny
+    error = similarity_error(dist[finite], expected[finite])
+    zeros_agree = bool(((dist == 0) == (expected == 0)).logical_or(tiny).all())
+    if not (error <= DIST_SIMILARITY and zeros_agree and _same_specials(dist.double(), expected)):
+        raise AssertionError(f"beyond the tolerances of attn_dist: similarity {error}, zeros agree: {zeros_agree}")
+    return error
+
+
 #: Of indexer_logits, over the finite entries: see similarity_error.
 LOGITS_SIMILARITY = 5e-6
 
