@@ -34,6 +34,7 @@ bench: build
 	$(PY) bench/bench_sparse_mla_fwd.py
 	$(PY) bench/bench_sparse_mla_bwd.py
 	$(PY) bench/bench_attn_dist.py
+	$(PY) bench/bench_indexer_loss.py
 	$(PY) bench/bench_indexer.py
 
 tables: build

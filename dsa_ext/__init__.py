@@ -2,6 +2,15 @@
 
 from dsa_ext import ops as ops  # registers torch.ops.dsa.*
 from dsa_ext._native import __version__, build_info
-from dsa_ext.functional import attn_dist, indexer_logits, indexer_topk, sparse_mla, topk_select
+from dsa_ext.functional import attn_dist, indexer_logits, indexer_loss, indexer_topk, sparse_mla, topk_select
 
-__all__ = ["__version__", "attn_dist", "build_info", "indexer_logits", "indexer_topk", "sparse_mla", "topk_select"]
+__all__ = [
+    "__version__",
+    "attn_dist",
+    "build_info",
+    "indexer_logits",
+    "indexer_loss",
+    "indexer_topk",
+    "sparse_mla",
+    "topk_select",
+]

@@ -274,3 +274,62 @@ def indexer_topk(
         q, k, weights, cu_seqlen_ks, cu_seqlen_ke, topk, k_scale
     )
     return result
+
+
+def indexer_loss(
+    scores: Tensor,
+    p: Tensor,
+    *,
+    valid: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    reduction: Literal["none", "mean", "sum"] = "mean",
+) -> Tensor:
+    """How far the indexer's distribution over slots is from that of attention: the training loss of DeepSeek-V3.2.
+
+    For each row, over the slots i that count, with the target t = p / sum(p)::
+
+        loss = sum_i t_i * (log(t_i) - log(softmax(scores)_i))
+
+    A slot counts where `valid`, if given, is true and the score is not -inf. A row in which none counts, or in which p
+    is 0, has loss 0 and no gradient. Value and gradient are computed in one pass.
+
+    Args:
+        scores: the indexer's scores [..., K], fp32 (float64 on the CPU): at the selected slots, or of all keys.
+        p: what attention gave to the same slots [..., K], like scores: :func:`attn_dist`, normalised or not.
+        valid: which slots count [..., K], bool; all by default.
+        row_weights: factor on each row's loss [...], like scores.
+        reduction: "none" returns the rows' losses [...], "sum" their sum, "mean" their sum divided by the number of
+            rows or, where there are weights, by the sum of the weights (0 where that is 0).
+
+    Returns:
+        The loss, differentiable (once) with respect to scores alone: p is a teacher.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when an argument other than scores requires a gradient, or a GPU has no kernel.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise RuntimeError(f"dsa::indexer_loss: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    leading = scores.shape[:-1]
+    loss: Tensor
+    loss, _ = torch.ops.dsa.indexer_loss.default(
+        _rows(scores),
+        _rows(p),
+        None if valid is None else _rows(valid),
+        None if row_weights is None else row_weights.reshape(-1),
+    )
+    if reduction == "none":
+        return loss.view(leading)
+    if reduction == "sum":
+        return loss.sum()
+    if row_weights is None:
+        return loss.sum() / max(1, len(loss))
+    total = row_weights.sum()
+    return loss.sum() / torch.where(total == 0, 1, total)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., K] as [R, K]."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -164,6 +164,7 @@ SOURCES = [
     "indexer_logits/launch_fp8",
     "indexer_logits/launch_bf16",
     "topk_select/launch",
+    "indexer_loss/launch",
 ]
 
 
@@ -198,6 +199,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "topk_select/launch": Kernels(
             "topk_select_kernel", select_shapes, select.threads, ("UBLKCP", "ATOMS", "REDUX")
         ),
+        "indexer_loss/launch": Kernels("indexer_loss_kernel", 1, 256, ("MUFU", "SHFL")),
     }[source]
 
 

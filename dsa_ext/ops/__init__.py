@@ -1,5 +1,21 @@
 """The operators `torch.ops.dsa.*`: importing this package registers them."""
 
-from dsa_ext.ops import attn_dist, indexer_logits, indexer_topk, sparse_mla_bwd, sparse_mla_fwd, topk_select
+from dsa_ext.ops import (
+    attn_dist,
+    indexer_logits,
+    indexer_loss,
+    indexer_topk,
+    sparse_mla_bwd,
+    sparse_mla_fwd,
+    topk_select,
+)
 
-__all__ = ["attn_dist", "indexer_logits", "indexer_topk", "sparse_mla_bwd", "sparse_mla_fwd", "topk_select"]
+__all__ = [
+    "attn_dist",
+    "indexer_logits",
+    "indexer_loss",
+    "indexer_topk",
+    "sparse_mla_bwd",
+    "sparse_mla_fwd",
+    "topk_select",
+]

@@ -1,12 +1,13 @@
 """Readable PyTorch versions of the operators: the oracle of the tests, and what runs on the CPU."""
 
-from dsa_ext.reference.indexer import indexer_logits, indexer_logits_bwd, indexer_topk, topk_select
+from dsa_ext.reference.indexer import indexer_logits, indexer_logits_bwd, indexer_loss, indexer_topk, topk_select
 from dsa_ext.reference.sparse_mla import attn_dist, sparse_mla_bwd, sparse_mla_fwd
 
 __all__ = [
     "attn_dist",
     "indexer_logits",
     "indexer_logits_bwd",
+    "indexer_loss",
     "indexer_topk",
     "sparse_mla_bwd",
     "sparse_mla_fwd",

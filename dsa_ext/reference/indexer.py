@@ -129,3 +129,25 @@ def indexer_topk(
         logits = indexer_logits(q[run], k, weights[run], ks, ke, k_scale)
         indices[run], values[run] = topk_select(logits, ks, ke, topk)
     return indices, values
+
+
+def indexer_loss(
+    scores: Tensor, p: Tensor, valid: Tensor | None = None, row_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Each row's KL(p / sum(p) || softmax(scores)) over the slots that count, times its weight; and its gradient.
+
+    A slot counts where `valid`, if given, is true and the score is not -inf. Returns loss [R] and dscores [R, K].
+    """
+    counts = scores != -torch.inf
+    if valid is not None:
+        counts &= valid
+    # Rows in which no slot counts become 0, not NaN.
+    log_q = torch.where(counts.any(-1, keepdim=True), scores.masked_fill(~counts, -torch.inf), 0).log_softmax(-1)
+    log_q = log_q.masked_fill(~counts, 0)
+    mass = p.masked_fill(~counts, 0)
+    target = mass / mass.sum(-1, keepdim=True).clamp(min=1e-10)
+    loss = (torch.xlogy(target, target) - target * log_q).sum(-1)
+    dscores = (log_q.exp() * target.sum(-1, keepdim=True) - target).masked_fill(~counts, 0)
+    if row_weights is None:
+        return loss, dscores
+    return loss * row_weights, dscores * row_weights[:, None]
