@@ -2,7 +2,15 @@
 
 from dsa_ext import ops as ops  # registers torch.ops.dsa.*
 from dsa_ext._native import __version__, build_info
-from dsa_ext.functional import attn_dist, indexer_logits, indexer_loss, indexer_topk, sparse_mla, topk_select
+from dsa_ext.functional import (
+    attn_dist,
+    indexer_logits,
+    indexer_loss,
+    indexer_scores,
+    indexer_topk,
+    sparse_mla,
+    topk_select,
+)
 
 __all__ = [
     "__version__",
@@ -10,6 +18,7 @@ __all__ = [
     "build_info",
     "indexer_logits",
     "indexer_loss",
+    "indexer_scores",
     "indexer_topk",
     "sparse_mla",
     "topk_select",

@@ -276,6 +276,36 @@ def indexer_topk(
     return result
 
 
+def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """The indexer's scores of listed keys alone: what :func:`indexer_logits` says of them, to train the indexer.
+
+    For query s and slot i with key k_i = k[indices[s, i]]::
+
+        scores[s, i] = sum_h relu(q[s, h].k_i) * weights[s, h]
+
+    and -inf where the id is not in [0, S_kv): such a slot is padding wherever it stands, and no key is read for it. An
+    id that is listed twice counts twice.
+
+    Args:
+        q: queries [S, Hi, Di], bf16. On the CPU also fp32 and float64. Hi is 8, 16, 32 or 64; Di is 64 or 128.
+        k: keys [S_kv, Di], like q; all heads share them.
+        weights: weight of each head [S, Hi], fp32 (float64 beside float64 inputs), any factor on q.k included.
+        indices: ids of the listed keys [S, K], int32, in any order: those of :func:`indexer_topk`.
+
+    Returns:
+        scores [S, K], fp32 (float64 for float64 inputs). Differentiable (once) with respect to q, k and weights; the
+        gradient that arrives at a padded slot has no effect. Bitwise repeatable.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when a GPU has no kernel.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    result: Tensor = torch.ops.dsa.indexer_scores.default(q, k, weights, indices)
+    return result
+
+
 def indexer_loss(
     scores: Tensor,
     p: Tensor,

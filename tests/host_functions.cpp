@@ -2,9 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "ops/attn_dist/config.h"
 #include "ops/indexer_logits/config.h"
 #include "ops/indexer_topk/plan.h"
+#include "ops/listed_keys/config.h"
 #include "ops/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla_fwd/config.h"
 #include "ops/sparse_mla_fwd/plan.h"
@@ -38,9 +38,7 @@ PYBIND11_MODULE(host_functions, m) {
   }
   bwd.attr("configs") = bwd_configs;  // (d_qk, d_v)
 
-  py::module_ dist = m.def_submodule("attn_dist");
-  dist.attr("threads") = dsa::attn_dist::kThreads;
-  dist.attr("configs") = std::size(dsa::attn_dist::kConfigs);
+  m.def_submodule("listed_keys").attr("threads") = dsa::listed_keys::kThreads;
   m.def_submodule("indexer_logits").attr("threads") = dsa::indexer_logits::kThreads;
   m.def_submodule("indexer_topk").def("queries_at_once", &dsa::indexer_topk::queries_at_once);
   py::module_ select = m.def_submodule("topk_select");

@@ -161,6 +161,7 @@ SOURCES = [
     "sparse_mla_fwd/launch",
     "sparse_mla_bwd/launch",
     "attn_dist/launch",
+    "indexer_scores/launch",
     "indexer_logits/launch_fp8",
     "indexer_logits/launch_bf16",
     "topk_select/launch",
@@ -169,12 +170,13 @@ SOURCES = [
 
 
 def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
-    fwd, bwd, dist, logits, select = (
+    fwd, bwd, listed, logits, select = (
         getattr(host_functions, op)
-        for op in ("sparse_mla_fwd", "sparse_mla_bwd", "attn_dist", "indexer_logits", "topk_select")
+        for op in ("sparse_mla_fwd", "sparse_mla_bwd", "listed_keys", "indexer_logits", "topk_select")
     )
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # of heads and of columns
     select_shapes = 2 * (2 + 2)  # of dtypes, and of CTAs that hold their runs and that filter them
+    listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
     bwd_others = ("cast_kernel", "combine_kernel", "sink_kernel", "sum_rows_kernel")
     return {
         "sparse_mla_fwd/launch": Kernels(
@@ -184,9 +186,9 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "sparse_mla_bwd/launch": Kernels(
             "sparse_mla_bwd_kernel", 2 * len(bwd.configs), bwd.threads, (*MLA, "REDG"), bwd_others
         ),
-        "attn_dist/launch": Kernels(
-            "attn_dist_kernel", dist.configs, dist.threads, ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
-        ),
+        # Of columns and of heads.
+        "attn_dist/launch": Kernels("listed_keys_kernel.*Attention", 2 * 4, listed.threads, listing),
+        "indexer_scores/launch": Kernels("listed_keys_kernel.*Indexer", 2 * 3, listed.threads, listing),
         "indexer_logits/launch_fp8": Kernels(
             "indexer_logits_kernel.*e4m3", logits_shapes, logits.threads, ("QGMMA", *scoring)
         ),

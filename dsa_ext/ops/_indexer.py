@@ -7,7 +7,7 @@ from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor, describe, dtype_name, fail
 
 #: What the kernels take, and what the reference takes on the CPU besides.
-_DTYPES, _CPU_DTYPES = (torch.float8_e4m3fn, torch.bfloat16), (torch.float32, torch.float64)
+_DTYPES, CPU_DTYPES = (torch.float8_e4m3fn, torch.bfloat16), (torch.float32, torch.float64)
 _HEADS = (8, 16, 32, 64)
 _DIMS = (64, 128)
 _MAX_TOPK = 4096
@@ -23,7 +23,7 @@ def check_scoring(
     k_scale: Tensor | None,
 ) -> None:
     """Fails unless the arguments, all but those of one kernel's memory layout, are legal."""
-    on_cpu = q.device.type == "cpu" and q.dtype in _CPU_DTYPES
+    on_cpu = q.device.type == "cpu" and q.dtype in CPU_DTYPES
     check_tensor(op, "q", q, (q.dtype,) if on_cpu else _DTYPES, S=None, Hi=None, Di=None)
     seq, heads, dim = q.shape
     check_tensor(op, "k", k, q.dtype, S_kv=None, Di=dim)
@@ -37,13 +37,17 @@ def check_scoring(
     elif k_scale is not None:
         fail(op, f"k_scale must be None beside {dtype_name(q.dtype)}, got {describe(k_scale)}")
 
+    check_heads(op, heads, dim)
+    check_same_device(
+        op, "q", q, k=k, weights=weights, cu_seqlen_ks=cu_seqlen_ks, cu_seqlen_ke=cu_seqlen_ke, k_scale=k_scale
+    )
+
+
+def check_heads(op: str, heads: int, dim: int) -> None:
     if heads not in _HEADS:
         fail(op, f"q's heads must be 8, 16, 32 or 64, got {heads}")
     if dim not in _DIMS:
         fail(op, f"q's columns must be 64 or 128, got {dim}")
-    check_same_device(
-        op, "q", q, k=k, weights=weights, cu_seqlen_ks=cu_seqlen_ks, cu_seqlen_ke=cu_seqlen_ke, k_scale=k_scale
-    )
 
 
 def check_topk(op: str, topk: int) -> None:

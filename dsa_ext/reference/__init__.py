@@ -1,6 +1,14 @@
 """Readable PyTorch versions of the operators: the oracle of the tests, and what runs on the CPU."""
 
-from dsa_ext.reference.indexer import indexer_logits, indexer_logits_bwd, indexer_loss, indexer_topk, topk_select
+from dsa_ext.reference.indexer import (
+    indexer_logits,
+    indexer_logits_bwd,
+    indexer_loss,
+    indexer_scores,
+    indexer_scores_bwd,
+    indexer_topk,
+    topk_select,
+)
 from dsa_ext.reference.sparse_mla import attn_dist, sparse_mla_bwd, sparse_mla_fwd
 
 __all__ = [
@@ -8,6 +16,8 @@ __all__ = [
     "indexer_logits",
     "indexer_logits_bwd",
     "indexer_loss",
+    "indexer_scores",
+    "indexer_scores_bwd",
     "indexer_topk",
     "sparse_mla_bwd",
     "sparse_mla_fwd",

@@ -131,6 +131,55 @@ def indexer_topk(
     return indices, values
 
 
+def listed_keys(k: Tensor, indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The keys that `indices` [s, K] names [s, K, Di], zeros for ids that name none; and which do [s, K]."""
+    named = (indices >= 0) & (indices < k.shape[0])
+    padded = torch.cat([k, k.new_zeros(1, k.shape[1])])
+    return padded[torch.where(named, indices, k.shape[0]).long()].to(dtype), named
+
+
+def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """See :func:`dsa_ext.indexer_scores` for the arguments. Takes any Hi and Di.
+
+    Returns scores [S, K] in fp32 (float64 for float64 inputs).
+    """
+    dtype = compute_dtype(q)
+    scores = q.new_empty(indices.shape, dtype=dtype)
+    for run in runs(len(q), indices.shape[1] * (q.shape[1] + q.shape[2])):
+        keys, named = listed_keys(k, indices[run], dtype)
+        products = (q[run].to(dtype) @ keys.mT).relu_()  # [s, Hi, K]
+        scores[run] = (weights[run, None] @ products)[:, 0].masked_fill(~named, -torch.inf)
+    return scores
+
+
+def indexer_scores_bwd(
+    dscores: Tensor, q: Tensor, k: Tensor, weights: Tensor, indices: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of indexer_scores: dq, dk and dweights, like q, k and weights.
+
+    What `dscores` [S, K] holds where an id names no key has no effect; nor has a key that nobody lists.
+
+    dk is summed with `index_add_`: on CUDA the order of the additions, and with it the last bits, differ from call to
+    call unless `torch.use_deterministic_algorithms(True)` is set.
+    """
+    dtype = compute_dtype(q)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk = k.new_zeros(len(k) + 1, k.shape[1], dtype=dtype)
+    dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    for run in runs(len(q), indices.shape[1] * (q.shape[1] + q.shape[2])):
+        keys, named = listed_keys(k, indices[run], dtype)
+        hidden = ~named[:, None]
+        chunk_q = q[run].to(dtype).masked_fill(~named.any(1)[:, None, None], 0)
+        dscore = dscores[run, None]
+        products = chunk_q @ keys.mT  # [s, Hi, K]
+        dweights[run] = (dscore * products.relu()).masked_fill(hidden, 0).sum(-1)
+        dproducts = (dscore * weights[run, :, None]).masked_fill(hidden | (products <= 0), 0)
+        dq[run] = dproducts @ keys
+        rows = torch.where(named, indices[run], len(k)).long().flatten()
+        dk.index_add_(0, rows, (dproducts.mT @ chunk_q).flatten(0, 1))
+    return dq, dk[:-1].to(k.dtype), dweights
+
+
 def indexer_loss(
     scores: Tensor, p: Tensor, valid: Tensor | None = None, row_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "ops/attn_dist/config.h"
 #include "ops/attn_dist/params.h"
+#include "ops/listed_keys/config.h"
 #include "ops/sparse_mla/inputs.h"
 #include "torch/abi.h"
 
@@ -13,6 +13,7 @@ namespace dsa::attn_dist {
 namespace {
 
 using namespace dsa::sparse_mla;
+using listed_keys::kBlockHeads;
 
 constexpr char kOp[] = "dsa::attn_dist";
 
@@ -36,7 +37,7 @@ Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<
                                : empty({batch, seq_q, groups, topk}, ScalarType::Float, device_index);
   if (dist.numel() == 0) return dist;
   if (heads == 0) return torch::stable::zero_(dist);
-  const Params params{
+  const listed_keys::Params params{
       problem_of(q, kv, indices, options, device, device_index),
       static_cast<const float*>(lse.data_ptr()),
       lse.stride(0),

@@ -1,4 +1,4 @@
-// The attention distribution at the selected slots: dist[i] = sum over heads of exp(scale * q_h.k_i - lse_h).
+// What each key that a query lists gets from all heads: sums over heads of a function of q_h.k_i.
 //
 // A CTA walks over queries. One warpgroup gathers: Q, and keys in tiles of 64, chunk by chunk of 64 columns through a
 // ring of slots, so that a slot is free again as soon as its chunk has been multiplied. The two others take the tiles
@@ -17,22 +17,46 @@
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 
-namespace dsa::attn_dist {
+namespace dsa::listed_keys {
 
 using namespace dsa::sm90;
 
 static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == sm90::kChunkColumns);
-inline constexpr int kVisibleSlots = 4;  // more than tiles in the ring
+
+// exp(scale * score - lse): the attention that a key gets.
+struct Attention {
+  static constexpr float kHidden = 0.f, kNoHead = -INFINITY;  // of a slot that is not visible; of a head that is none
+  float scale;
+
+  __device__ __forceinline__ explicit Attention(const Params& p) : scale(p.sm_scale * kLog2E) {}
+  static __device__ __forceinline__ float of_head(float lse) { return lse == -INFINITY ? -INFINITY : -lse * kLog2E; }
+  __device__ __forceinline__ float add(float sum, float score, float base) const {
+    return sum + exp2_fast(fmaf(score, scale, base));
+  }
+};
+
+// relu(score) * weight: the score that the indexer gives a key.
+struct Indexer {
+  static constexpr float kHidden = -INFINITY, kNoHead = 0.f;
+
+  __device__ __forceinline__ explicit Indexer(const Params&) {}
+  static __device__ __forceinline__ float of_head(float weight) { return weight; }
+  __device__ __forceinline__ float add(float sum, float score, float weight) const {
+    float rectified;  // NaN stays NaN
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(rectified) : "f"(score));
+    return fmaf(rectified, weight, sum);
+  }
+};
 
 template <Config kC>
 struct SharedStorage {
-  alignas(1024) Bf16 q[kC.heads * kC.d_qk];
+  alignas(1024) Bf16 q[kC.heads * kC.columns];
   alignas(1024) Bf16 keys[kC.slots()][kChunkElements];
-  uint32_t visible[kVisibleSlots][4];                   // of a tile, see publish_visible
+  uint32_t visible[kC.visible_slots()][4];              // of a tile, see publish_visible
   float sums[2][kScoreWarpgroups][kWarpsPerWarpgroup];  // of a row, for two items in turn
   uint64_t q_full[kC.chunks()], q_empty[kC.chunks()];
   uint64_t full[kC.slots()], empty[kC.slots()];
-  uint64_t visible_full[kVisibleSlots];
+  uint64_t visible_full[kC.visible_slots()];
   uint64_t others_written[2];  // for two items in turn
 };
 
@@ -55,7 +79,7 @@ struct Item {
   // Of block `block` of its heads.
   __device__ __forceinline__ float* row(const Params& p, int block) const {
     const int64_t rows = static_cast<int64_t>(p.batch) * p.seq_q * p.groups;
-    return p.dist + (block * rows + (static_cast<int64_t>(b) * p.seq_q + s) * p.groups + group) * p.topk;
+    return p.sums + (block * rows + (static_cast<int64_t>(b) * p.seq_q + s) * p.groups + group) * p.topk;
   }
 };
 
@@ -64,19 +88,20 @@ __device__ __forceinline__ int rows_of_item(const Params& p) {
   return p.per_head_block ? (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads : 1;
 }
 
-// Copies Q and keys, and writes zeros to slots behind the last tile. By one warpgroup.
-template <Config kC>
+// Copies Q and keys, and fills slots behind the last tile. By one warpgroup.
+template <Config kC, class Function>
 __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
                                        int thread) {
   const uint32_t piece_offset = swizzled_offset(gather_row(thread), gather_piece(thread));
   Ring<kC.slots()> ring;
-  Ring<kVisibleSlots> visible_ring;
+  Ring<kC.visible_slots()> visible_ring;
   uint32_t q_parity = 1;  // the first Q need not wait
   for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
     const Item item(p, index);
     for (int block = 0; block < rows_of_item(p); ++block) {
       float* g_row = item.row(p, block);
-      for (int slot = item.tiles * kTileKeys + thread; slot < p.topk; slot += kWarpgroupThreads) g_row[slot] = 0.f;
+      for (int slot = item.tiles * kTileKeys + thread; slot < p.topk; slot += kWarpgroupThreads)
+        g_row[slot] = Function::kHidden;
     }
     if (item.tiles == 0) continue;
     const int* g_ids = p.indices + item.b * p.indices_stride_b + item.s * p.indices_stride_s +
@@ -116,8 +141,8 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
   }
 }
 
-// Scores every other tile, and writes what its keys receive. By a warpgroup, number `warpgroup`.
-template <Config kC>
+// Scores every other tile, and writes what its keys get. By a warpgroup, number `warpgroup`.
+template <Config kC, class Function>
 __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, int warpgroup, int thread) {
   using namespace cute;
   constexpr int kChunks = kC.chunks(), kSteps = kChunkColumns / 16, kBlocks = kC.heads > kBlockHeads ? 2 : 1;
@@ -126,12 +151,12 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
   // In the end a lane has the sum of one key.
   const int odd = lane & 1, warp_key = odd * 8 + lane / 4;
   const bool writes = (lane & 2) == 0;
-  const float scale = p.sm_scale * kLog2E;
+  const Function function(p);
 
   NarrowScoreMma<kC.heads> mma;
   const auto slice = mma.get_slice(thread);
   const Tensor r_q =
-      slice.partition_fragment_B(make_tensor(make_smem_ptr(shared.q), HeadsByColumns<kC.heads, kC.d_qk>{}));
+      slice.partition_fragment_B(make_tensor(make_smem_ptr(shared.q), HeadsByColumns<kC.heads, kC.columns>{}));
   const Tensor r_keys = slice.partition_fragment_A(
       make_tensor(make_smem_ptr(shared.keys[0]),
                   tile_to_shape(GMMA::Layout_K_SW128_Atom<Bf16>{}, Shape<_64, Int<kChunkColumns>, Int<kC.slots()>>{})));
@@ -139,7 +164,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
 
   // Tiles of all items are one sequence, of which the warpgroups take every other.
   Ring<kC.slots()> ring;
-  Ring<kVisibleSlots> visible_ring;
+  Ring<kC.visible_slots()> visible_ring;
   if (warpgroup == 1) ring.advance(kChunks), visible_ring.advance();
   int tiles_before = 0;
   uint32_t item_count = 0;
@@ -148,14 +173,15 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
     if (item.tiles == 0) continue;
     const uint32_t q_parity = item_count % 2;
     const int first_tile = (warpgroup - tiles_before) & 1;
-    float base[kColumns];
+    float of_heads[kColumns];
     const int group_heads = p.heads / p.groups;
-    const float* g_lse = p.lse + item.b * p.lse_stride_b + item.s * p.lse_stride_s;
+    const float* g_of_heads = p.of_heads + item.b * p.of_heads_stride_b + item.s * p.of_heads_stride_s;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int head = c / 2 * 8 + lane % 4 * 2 + c % 2;
-      const float lse = head < group_heads ? g_lse[(item.group * group_heads + head) * p.lse_stride_h] : -INFINITY;
-      base[c] = lse == -INFINITY ? -INFINITY : -lse * kLog2E;
+      of_heads[c] = head < group_heads
+                        ? function.of_head(g_of_heads[(item.group * group_heads + head) * p.of_heads_stride_h])
+                        : Function::kNoHead;
     }
     float row_sum = 0.f;
     for (int tile = first_tile; tile < item.tiles; tile += kScoreWarpgroups) {
@@ -198,7 +224,8 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       float sums[kBlocks][2] = {};
 #pragma unroll
       for (int i = 0; i < size(r_s); ++i) {
-        sums[i / 4 * 8 / kBlockHeads][i / 2 % 2] += exp2_fast(fmaf(r_s(i), scale, base[i / 4 * 2 + i % 2]));
+        float& sum = sums[i / 4 * 8 / kBlockHeads][i / 2 % 2];
+        sum = function.add(sum, r_s(i), of_heads[i / 4 * 2 + i % 2]);
       }
       if (kBlocks == 2 && !p.per_head_block) {
         sums[0][0] += sums[1][0];
@@ -211,7 +238,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
         float sum =
             (odd ? sums[block][1] : sums[block][0]) + __shfl_xor_sync(~0u, odd ? sums[block][0] : sums[block][1], 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        if (!visible) sum = 0.f;
+        if (!visible) sum = Function::kHidden;
         if (writes && slot < p.topk) item.row(p, block)[slot] = sum;
         if (writes) row_sum += sum;
       }
@@ -253,10 +280,10 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
   }
 }
 
-template <int kConfig>
+template <int kKeyColumns, int kHeads, class Function>
 __global__ void __launch_bounds__(kThreads, 1)
-    attn_dist_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
-  constexpr Config kC = kConfigs[kConfig];
+    listed_keys_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
+  constexpr Config kC{kKeyColumns, kHeads};
   extern __shared__ __align__(1024) char shared_bytes_[];
   SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);
   const int thread = threadIdx.x % kWarpgroupThreads;
@@ -278,11 +305,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (warpgroup < kScoreWarpgroups) {
     grow_registers<kScoreRegisters>();
-    score<kC>(shared, p, warpgroup, thread);
+    score<kC, Function>(shared, p, warpgroup, thread);
   } else {
     shrink_registers<kGatherRegisters>();
-    gather<kC>(shared, p, q_map, thread);
+    gather<kC, Function>(shared, p, q_map, thread);
   }
 }
 
-}  // namespace dsa::attn_dist
+}  // namespace dsa::listed_keys

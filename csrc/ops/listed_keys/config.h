@@ -1,0 +1,29 @@
+// Sizes of the kernel that sums over heads what the keys of a list get.
+#pragma once
+
+#include <algorithm>
+
+namespace dsa::listed_keys {
+
+inline constexpr int kBlockHeads = 64;  // that one partial sum is of
+inline constexpr int kScoreWarpgroups = 2, kThreads = (kScoreWarpgroups + 1) * 128;
+inline constexpr int kScoreRegisters = 200, kGatherRegisters = 88;
+inline constexpr int kTileKeys = 64, kChunkColumns = 64;
+inline constexpr int kSharedBytes = 225 * 1024;  // for Q and keys
+
+// How one shape is computed: the heads of a group, rounded up, are the columns of the products.
+struct Config {
+  int columns, heads;
+
+  constexpr int chunks() const { return columns / kChunkColumns; }
+  // Chunks of keys: as many as there is room for, but at most kMaxTiles tiles.
+  constexpr int slots() const {
+    constexpr int kMaxTiles = 12;
+    const int q_bytes = heads * columns * 2, slot_bytes = kTileKeys * kChunkColumns * 2;
+    return std::min(kMaxTiles * chunks(), (kSharedBytes - q_bytes) / slot_bytes);
+  }
+  // Tiles whose keys' visibility is kept. It is read before the tile's last chunk is free again.
+  constexpr int visible_slots() const { return slots() / chunks() + 2; }
+};
+
+}  // namespace dsa::listed_keys

@@ -1,0 +1,39 @@
+// Launches the instance for the shape.
+#pragma once
+
+#include <algorithm>
+
+#include "kernel.cuh"
+#include "sm90/launch.h"
+#include "sm90/tensor_map.h"
+
+namespace dsa::listed_keys {
+
+template <int kKeyColumns, int kHeads, class Function>
+const char* launch_config(const Params& p, cudaStream_t stream) {
+  constexpr Config kC{kKeyColumns, kHeads};
+  const int group_heads = p.heads / p.groups;
+  CUtensorMap q_map;
+  if (!encode_head_tensor(&q_map,
+                          {p.q, p.d_qk, group_heads, p.groups, p.seq_q, p.batch, p.q_stride_h,
+                           group_heads * p.q_stride_h, p.q_stride_s, p.q_stride_b},
+                          {.heads = kHeads})) {
+    return "no tensor map for q";
+  }
+  constexpr int kBytes = sizeof(SharedStorage<kC>);
+  static_assert(kBytes <= 227 * 1024);
+  const int ctas = std::min(p.batch * p.seq_q * p.groups, p.num_sms);
+  return launch_kernel<listed_keys_kernel<kKeyColumns, kHeads, Function>>(p.device, unsigned(ctas), kThreads, kBytes,
+                                                                          stream, p, q_map);
+}
+
+// For up to 64 heads a group.
+template <int kKeyColumns, class Function>
+const char* launch_heads(const Params& p, cudaStream_t stream) {
+  const int group_heads = p.heads / p.groups;
+  if (group_heads <= 16) return launch_config<kKeyColumns, 16, Function>(p, stream);
+  if (group_heads <= 32) return launch_config<kKeyColumns, 32, Function>(p, stream);
+  return launch_config<kKeyColumns, 64, Function>(p, stream);
+}
+
+}  // namespace dsa::listed_keys

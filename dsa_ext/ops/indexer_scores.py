@@ -1,0 +1,84 @@
+"""torch.ops.dsa.indexer_scores: schema, checks, CPU and fake implementation, autograd, FLOP formula."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from dsa_ext import reference
+from dsa_ext.ops._checks import check_same_device, check_tensor
+from dsa_ext.ops._indexer import CPU_DTYPES, check_heads
+from dsa_ext.ops._library import explain_missing_cuda, gradient_wanted, library
+
+_OP = "indexer_scores"
+
+library.define(
+    "indexer_scores(Tensor q, Tensor k, Tensor weights, Tensor indices) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+explain_missing_cuda(_OP)
+_redispatch: Callable[..., Tensor] = torch.ops.dsa.indexer_scores.default.redispatch
+
+
+def _check(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> None:
+    dtype = q.dtype if q.device.type == "cpu" and q.dtype in CPU_DTYPES else torch.bfloat16
+    check_tensor(_OP, "q", q, dtype, S=None, Hi=None, Di=None)
+    seq, heads, dim = q.shape
+    check_tensor(_OP, "k", k, dtype, S_kv=None, Di=dim)
+    check_tensor(_OP, "weights", weights, reference.sparse_mla.compute_dtype(q), S=seq, Hi=heads)
+    check_tensor(_OP, "indices", indices, torch.int32, S=seq, K=None)
+    check_heads(_OP, heads, dim)
+    check_same_device(_OP, "q", q, k=k, weights=weights, indices=indices)
+
+
+def _cpu(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    _check(q, k, weights, indices)
+    return reference.indexer_scores(q, k, weights, indices)
+
+
+def _fake(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    _check(q, k, weights, indices)
+    return q.new_empty(indices.shape, dtype=reference.sparse_mla.compute_dtype(q))
+
+
+class _Autograd(torch.autograd.Function):
+    """The gradients come from the reference, on every device."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keyset: torch._C.DispatchKeySet, q: Tensor, k: Tensor, weights: Tensor, indices: Tensor
+    ) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            scores = _redispatch(keyset, q, k, weights, indices)
+        ctx.save_for_backward(q, k, weights, indices)
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *reference.indexer_scores_bwd(dscores, *ctx.saved_tensors), None
+
+
+def _autograd(keyset: torch._C.DispatchKeySet, *args: Tensor) -> Tensor:
+    keyset = keyset & torch._C._after_autograd_keyset
+    if gradient_wanted(*args):
+        result: Tensor = _Autograd.apply(keyset, *args)  # type: ignore[no-untyped-call]
+        return result
+    return _redispatch(keyset, *args)
+
+
+library.impl(_OP, _cpu, "CPU")
+torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
+library.impl(_OP, _autograd, "Autograd", with_keyset=True)
+
+
+@register_flop_formula(torch.ops.dsa.indexer_scores)
+def _flops(
+    q_shape: torch.Size, k_shape: torch.Size, weights_shape: torch.Size, indices_shape: torch.Size, **kwargs: Any
+) -> int:
+    """One matmul over every listed slot, whether it takes part or not: the count must not depend on data."""
+    seq, heads, dim = q_shape
+    return 2 * seq * heads * indices_shape[1] * dim
