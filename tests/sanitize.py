@@ -39,6 +39,9 @@ TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17004, 100), (1,
 # (S, S_kv, K): one of each, all selected, several blocks of queries, many keys. Every variant takes one of them.
 INDEXER = ((1, 1, 1), (5, 200, 300), (130, 300, 64), (3, 9000, 500))
 
+# (S, S_kv, K): one slot, several tiles, several queries a CTA.
+INDEXER_TRAINING = ((1, 1, 1), (5, 200, 300), (300, 500, 129))
+
 
 def sparse_mla(seq: int, s_kv: int, heads: int, groups: int, topk: int, d_qk: int) -> None:
     inputs = make_inputs(2, seq, s_kv, heads, groups, topk, d_qk, device="cuda")
@@ -92,8 +95,28 @@ def indexer(seq: int, s_kv: int, topk: int) -> None:
         check_selected(dsa_ext.indexer_topk(*args, topk, k_scale=k_scale), expected)
 
 
+def indexer_training(seq: int, s_kv: int, topk: int) -> None:
+    for heads, dim in itertools.product((8, 32, 64), (64, 128)):
+        inputs = make_indexer_inputs(seq, s_kv, heads, dim, dtype=torch.bfloat16, device="cuda")
+        indices = torch.arange(seq * topk, device="cuda", dtype=torch.int32).view(seq, topk) * 7 % (s_kv + 1) - 1
+        args = (strided_copy(inputs.q), strided_rows(inputs.k), strided_rows(inputs.weights), strided_rows(indices, -1))
+        scores = dsa_ext.indexer_scores(*args)
+        expected = reference.indexer_scores(*args)
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-3)
+        loss = dsa_ext.indexer_loss(scores, torch.ones_like(scores), valid=indices >= 0, reduction="none")
+        torch.testing.assert_close(
+            loss, reference.indexer_loss(scores, torch.ones_like(scores))[0], rtol=1e-4, atol=1e-4
+        )
+
+
 def main() -> None:
-    for check, cases in ((sparse_mla, SPARSE_MLA), (topk_select, TOPK_SELECT), (indexer, INDEXER)):
+    checks = (
+        (sparse_mla, SPARSE_MLA),
+        (topk_select, TOPK_SELECT),
+        (indexer, INDEXER),
+        (indexer_training, INDEXER_TRAINING),
+    )
+    for check, cases in checks:
         for case in cases:
             check(*case)
             print(f"{check.__name__} {case}: correct")

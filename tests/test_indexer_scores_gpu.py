@@ -93,7 +93,7 @@ def test_views() -> None:
     indices = make_indices(60, 500, 200)
     expected = check(inputs.q, inputs.k, inputs.weights, indices)
     weights = torch.stack([inputs.weights, inputs.weights], -1).permute(1, 0, 2).contiguous().permute(1, 0, 2)[..., 0]
-    views = strided_copy(inputs.q), strided_rows(inputs.k), weights, strided_rows(indices)
+    views = strided_copy(inputs.q), strided_rows(inputs.k), weights, strided_rows(indices, -1)
     assert torch.equal(OP(*views), expected)
     assert torch.equal(OP(inputs.q[::7], inputs.k, inputs.weights[::7], indices[::7]), expected[::7])
 
