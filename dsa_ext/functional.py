@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from dsa_ext import ops as ops  # registers torch.ops.dsa.*
+
 _sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
 #: What calling the overload calls, one Python frame further down.
 _sparse_mla_fwd_direct: Callable[..., tuple[Tensor, Tensor]] = _sparse_mla_fwd._op

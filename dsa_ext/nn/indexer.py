@@ -1,0 +1,136 @@
+"""The lightning indexer: projections around indexer_logits, indexer_topk and indexer_scores."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dsa_ext import functional
+from dsa_ext.nn.rotary import apply_rope
+
+_FP8 = torch.float8_e4m3fn
+
+
+class IndexerTensors(NamedTuple):
+    """What the indexer says of B sequences of S tokens."""
+
+    q: Tensor  # [B, S, Hi, Di]
+    k: Tensor  # [B, S, Di]
+    weights: Tensor  # [B, S, Hi], fp32 (float64 beside float64)
+
+
+class LightningIndexer(nn.Module):
+    """Small heads that choose the keys of each query, as in DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
+
+    q comes from the layer's query latent, k and the weights of the heads from its input. The first `rope_dim` columns
+    of q and k are rotated by their positions (half-split). The factor Di**-0.5 * Hi**-0.5 is part of the weights.
+
+    Parameters: `wq_b.weight` [Hi * Di, q_lora_rank], `wk.weight` [Di, hidden_size], `k_norm.weight`, `k_norm.bias`
+    [Di], `weights_proj.weight` [Hi, hidden_size].
+
+    Args:
+        hidden_size: columns of the layer's input.
+        q_lora_rank: columns of its query latent.
+        heads: Hi: 8, 16, 32 or 64.
+        head_dim: Di: 64 or 128.
+        rope_dim: columns that are rotated by position.
+        rope_theta: base of their frequencies.
+        hadamard: multiply q and k by the orthogonal Hadamard matrix, which leaves q.k as it is and spreads outliers
+            before rounding to fp8.
+        precision: of the scores that select: "fp8" rounds q and k to float8_e4m3fn, one scale a row. Scores that are
+            trained are never rounded.
+    """
+
+    hadamard: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        q_lora_rank: int,
+        *,
+        heads: int = 64,
+        head_dim: int = 128,
+        rope_dim: int = 64,
+        rope_theta: float = 10_000.0,
+        hadamard: bool = False,
+        precision: Literal["fp8", "bf16"] = "fp8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if precision not in ("fp8", "bf16"):
+            raise ValueError(f"LightningIndexer: precision must be 'fp8' or 'bf16', got {precision!r}")
+        self.heads, self.head_dim, self.rope_dim = heads, head_dim, rope_dim
+        self.rope_theta, self.precision = rope_theta, precision
+        self.wq_b = nn.Linear(q_lora_rank, heads * head_dim, bias=False, device=device, dtype=dtype)
+        self.wk = nn.Linear(hidden_size, head_dim, bias=False, device=device, dtype=dtype)
+        self.k_norm = nn.LayerNorm(head_dim, device=device, dtype=dtype)
+        self.weights_proj = nn.Linear(hidden_size, heads, bias=False, device=device, dtype=dtype)
+        matrix = _hadamard_matrix(head_dim).to(device=device, dtype=dtype) if hadamard else None
+        self.register_buffer("hadamard", matrix, persistent=False)
+
+    def forward(self, x: Tensor, q_latent: Tensor, q_start: int = 0) -> IndexerTensors:
+        """`x` [B, S, hidden_size] and `q_latent` [B, S, q_lora_rank]; the first token is at position `q_start`."""
+        positions = q_start + torch.arange(x.shape[1], device=x.device)
+        q = self._placed(self.wq_b(q_latent).unflatten(-1, (self.heads, self.head_dim)), positions)
+        k = self._placed(self.k_norm(self.wk(x)), positions)
+        weights = self.weights_proj(x)
+        weights = weights if weights.dtype == torch.float64 else weights.float()
+        return IndexerTensors(q, k, weights * (self.head_dim * self.heads) ** -0.5)
+
+    def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
+        rotated, rest = x.split([self.rope_dim, self.head_dim - self.rope_dim], dim=-1)
+        x = torch.cat([apply_rope(rotated, positions, self.rope_theta), rest], dim=-1)
+        if self.hadamard is not None:
+            x = x @ self.hadamard
+        return x
+
+    @torch.no_grad()
+    def select(self, tensors: IndexerTensors, topk: int) -> Tensor:
+        """Ids of the best `topk` keys up to each query's own [B, S, topk], int32: ascending, then -1."""
+        q, k, weights = (t.flatten(0, 1) for t in tensors)
+        starts, ends = _bounds(tensors.k)
+        k_scale = None
+        if self.precision == "fp8":
+            q, q_scale = _quantised(q)
+            k, k_scale = _quantised(k)
+            weights = weights.float() * q_scale
+        ids, _ = functional.indexer_topk(q, k, weights, starts, ends, topk, k_scale=k_scale)
+        ids = torch.where(ids >= 0, ids - starts[:, None], -1)
+        return ids.view(*tensors.k.shape[:2], topk)
+
+    def scores(self, tensors: IndexerTensors, ids: Tensor) -> Tensor:
+        """Scores of the listed keys [B, S, K], -inf where an id is negative. Differentiable."""
+        q, k, weights = (t.flatten(0, 1) for t in tensors)
+        starts, _ = _bounds(tensors.k)
+        rows = ids.flatten(0, 1)
+        packed = torch.where(rows >= 0, rows + starts[:, None], -1)
+        return functional.indexer_scores(q, k, weights, packed).view(ids.shape)
+
+    def logits(self, tensors: IndexerTensors) -> Tensor:
+        """Scores of all keys up to each query's own [B, S, S], -inf for later ones. Differentiable."""
+        starts, ends = _bounds(tensors.k[:1])
+        return torch.stack([functional.indexer_logits(q, k, w, starts, ends) for q, k, w in zip(*tensors, strict=True)])
+
+
+def _bounds(k: Tensor) -> tuple[Tensor, Tensor]:
+    """Of B packed sequences of S tokens: where each query's own begins, and the key after its last. int32 [B * S]."""
+    batch, seq = k.shape[:2]
+    token = torch.arange(batch * seq, device=k.device, dtype=torch.int32)
+    return token // max(1, seq) * seq, token + 1
+
+
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in float8_e4m3fn, and what to multiply each with, fp32."""
+    x = x.float()
+    scale = x.abs().amax(-1).clamp(min=1e-4) / torch.finfo(_FP8).max
+    return (x / scale[..., None]).to(_FP8), scale
+
+
+def _hadamard_matrix(size: int) -> Tensor:
+    if size & (size - 1):
+        raise ValueError(f"LightningIndexer: head_dim must be a power of 2 with hadamard, got {size}")
+    matrix: Tensor = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix.mul(size**-0.5)

@@ -1,0 +1,138 @@
+"""The attention layer of DeepSeek-V3.2: multi-head latent attention to the keys that a lightning indexer selects."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dsa_ext import functional
+from dsa_ext.nn.indexer import LightningIndexer
+from dsa_ext.nn.rotary import apply_rope
+
+Phase = Literal["dense", "warmup", "sparse"]
+_PHASES = ("dense", "warmup", "sparse")
+
+
+class SparseMLAOutput(NamedTuple):
+    out: Tensor  # [B, S, hidden_size]
+    indexer_loss: Tensor | None  # mean over queries; None in the dense phase, and where gradients are off
+    ids: Tensor | None  # of the selected keys [B, S, topk]; None unless sparse
+
+
+class SparseMLA(nn.Module):
+    """Causal multi-head latent attention in the absorbed form, dense or sparse (arXiv 2512.02556, section 2.1).
+
+    `phase` says how it runs, and may be set at any time:
+
+    - "dense": every query reads all keys up to its own. The indexer is idle.
+    - "warmup": the same, and the indexer learns to predict the attention to all keys. Freeze everything but the
+      indexer, as DeepSeek does, by `layer.requires_grad_(False); layer.indexer.requires_grad_(True)`.
+    - "sparse": every query reads the `topk` keys that the indexer selects, and the indexer learns from those.
+
+    The indexer's input is detached: its loss trains the indexer alone, and the language loss everything else. Add
+    `indexer_loss` to the loss, or call backward on both.
+
+    Parameters, by the names that Hugging Face's DeepSeek models use: `q_a_proj`, `q_a_layernorm`, `q_b_proj`,
+    `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`, and those of `indexer` (see LightningIndexer). RoPE
+    is half-split, its columns are the last of a head of q and of `kv_a_proj_with_mqa`.
+
+    On a GPU the layer must be in bf16. On the CPU any floating dtype will do.
+
+    Args:
+        hidden_size: columns of the input and of the output.
+        heads: attention heads, 1 to 128.
+        q_lora_rank: columns of the query latent.
+        nope_dim, rope_dim, v_dim: columns of a head without and with RoPE, and of its value. rope_dim is 64.
+        kv_lora_rank: columns of the key latent: 512.
+        topk: keys that a query reads, 1 to 4096.
+        rope_theta: base of RoPE's frequencies, the indexer's too.
+        indexer: further arguments of LightningIndexer.
+        phase: the first phase.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        q_lora_rank: int = 1536,
+        nope_dim: int = 128,
+        rope_dim: int = 64,
+        v_dim: int = 128,
+        kv_lora_rank: int = 512,
+        topk: int = 2048,
+        rope_theta: float = 10_000.0,
+        indexer: dict[str, Any] | None = None,
+        phase: Phase = "sparse",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.nope_dim, self.rope_dim, self.v_dim = heads, nope_dim, rope_dim, v_dim
+        self.kv_lora_rank, self.topk, self.rope_theta = kv_lora_rank, topk, rope_theta
+        self.sm_scale = (nope_dim + rope_dim) ** -0.5
+        self.phase = phase
+
+        def linear(columns: int, rows: int) -> nn.Linear:
+            return nn.Linear(columns, rows, bias=False, device=device, dtype=dtype)
+
+        self.q_a_proj = linear(hidden_size, q_lora_rank)
+        self.q_a_layernorm = nn.RMSNorm(q_lora_rank, eps=1e-6, device=device, dtype=dtype)
+        self.q_b_proj = linear(q_lora_rank, heads * (nope_dim + rope_dim))
+        self.kv_a_proj_with_mqa = linear(hidden_size, kv_lora_rank + rope_dim)
+        self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, eps=1e-6, device=device, dtype=dtype)
+        self.kv_b_proj = linear(kv_lora_rank, heads * (nope_dim + v_dim))
+        self.o_proj = linear(heads * v_dim, hidden_size)
+        options = {"rope_theta": rope_theta, "device": device, "dtype": dtype, **(indexer or {})}
+        self.indexer = LightningIndexer(hidden_size, q_lora_rank, **options)
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        if phase not in _PHASES:
+            raise ValueError(f"SparseMLA: phase must be 'dense', 'warmup' or 'sparse', got {phase!r}")
+        self._phase: Phase = phase
+
+    def forward(self, x: Tensor) -> SparseMLAOutput:
+        """`x` [B, S, hidden_size], positions 0 to S - 1."""
+        q_latent = self.q_a_layernorm(self.q_a_proj(x))
+        of_keys, of_values = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank).split(
+            [self.nope_dim, self.v_dim], dim=1
+        )
+        q, kv = self._queries(q_latent, of_keys), self._keys(x)
+        tensors = ids = None
+        if self.phase != "dense":
+            tensors = self.indexer(x.detach(), q_latent.detach())
+        if tensors is not None and self.phase == "sparse":
+            ids = self.indexer.select(tensors, self.topk)
+            listed = ids[:, :, None]
+        else:
+            batch, seq = x.shape[:2]
+            listed = torch.arange(seq, device=x.device, dtype=torch.int32).expand(batch, seq, 1, seq)
+        latent, lse = functional.sparse_mla(
+            q, kv, listed, sm_scale=self.sm_scale, d_v=self.kv_lora_rank, return_lse=True
+        )
+        out = self.o_proj(torch.einsum("bshc,hvc->bshv", latent, of_values).flatten(2))
+        if tensors is None or not torch.is_grad_enabled():
+            return SparseMLAOutput(out, None, ids)
+        p = functional.attn_dist(q.detach(), kv.detach(), listed, lse.detach(), sm_scale=self.sm_scale)[:, :, 0]
+        scores = self.indexer.logits(tensors) if ids is None else self.indexer.scores(tensors, ids)
+        return SparseMLAOutput(out, functional.indexer_loss(scores, p), ids)
+
+    def _queries(self, q_latent: Tensor, of_keys: Tensor) -> Tensor:
+        """[B, S, H, kv_lora_rank + rope_dim]: heads brought to the latent's columns."""
+        q = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
+        q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
+        q_latent_columns = torch.einsum("bshd,hdc->bshc", q_nope, of_keys)
+        return torch.cat([q_latent_columns, self._rotated(q_rope)], dim=-1)
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """[B, S, 1, kv_lora_rank + rope_dim]."""
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
+        return torch.cat([self.kv_a_layernorm(latent), self._rotated(k_rope)], dim=-1)[:, :, None]
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        return apply_rope(x, torch.arange(x.shape[1], device=x.device), self.rope_theta)
