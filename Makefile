@@ -25,6 +25,7 @@ SANITIZER = $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compu
 build: $(STAMPS)/package
 
 demo: build
+	$(PY) examples/train.py
 	$(PY) examples/demo.py
 
 test: lint

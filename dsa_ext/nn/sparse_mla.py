@@ -110,8 +110,7 @@ class SparseMLA(nn.Module):
             ids = self.indexer.select(tensors, self.topk)
             listed = ids[:, :, None]
         else:
-            batch, seq = x.shape[:2]
-            listed = torch.arange(seq, device=x.device, dtype=torch.int32).expand(batch, seq, 1, seq)
+            listed = _all_keys(x)
         latent, lse = functional.sparse_mla(
             q, kv, listed, sm_scale=self.sm_scale, d_v=self.kv_lora_rank, return_lse=True
         )
@@ -121,6 +120,19 @@ class SparseMLA(nn.Module):
         p = functional.attn_dist(q.detach(), kv.detach(), listed, lse.detach(), sm_scale=self.sm_scale)[:, :, 0]
         scores = self.indexer.logits(tensors) if ids is None else self.indexer.scores(tensors, ids)
         return SparseMLAOutput(out, functional.indexer_loss(scores, p), ids)
+
+    @torch.no_grad()
+    def attention_to_all(self, x: Tensor) -> Tensor:
+        """What each key would get in dense attention, mean of the heads [B, S, S], fp32 (float64 beside float64)."""
+        of_keys = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank)[:, : self.nope_dim]
+        q, kv = self._queries(self.q_a_layernorm(self.q_a_proj(x)), of_keys), self._keys(x)
+        listed = _all_keys(x)
+        _, lse = functional.sparse_mla(q, kv, listed, sm_scale=self.sm_scale, d_v=self.kv_lora_rank, return_lse=True)
+        return functional.attn_dist(q, kv, listed, lse, sm_scale=self.sm_scale)[:, :, 0] / self.heads
+
+    def select(self, x: Tensor) -> Tensor:
+        """The keys that the indexer selects for the layer's input [B, S, topk], int32: ascending, then -1."""
+        return self.indexer.select(self.indexer(x, self.q_a_layernorm(self.q_a_proj(x))), self.topk)
 
     def _queries(self, q_latent: Tensor, of_keys: Tensor) -> Tensor:
         """[B, S, H, kv_lora_rank + rope_dim]: heads brought to the latent's columns."""
@@ -136,3 +148,9 @@ class SparseMLA(nn.Module):
 
     def _rotated(self, x: Tensor) -> Tensor:
         return apply_rope(x, torch.arange(x.shape[1], device=x.device), self.rope_theta)
+
+
+def _all_keys(x: Tensor) -> Tensor:
+    """Ids of all S keys for each query [B, S, 1, S]: one row in memory."""
+    batch, seq = x.shape[:2]
+    return torch.arange(seq, device=x.device, dtype=torch.int32).expand(batch, seq, 1, seq)

@@ -1,0 +1,249 @@
+"""Trains a small byte-level language model with sparse attention, the way DeepSeek-V3.2 was: dense, warm-up, sparse.
+
+The text is this repository's own documentation. First the model learns with dense attention. Then everything but the
+indexers is frozen, and they learn to predict attention to all keys (warm-up). At last queries read only the keys that
+the indexers select, and everything learns: the model from the text, the indexers from the keys that they select.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import dsa_ext
+from dsa_ext.nn import Phase, SparseMLA
+from dsa_ext.testing.progress import Progress
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BYTES = 256
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each added to the stream."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(args.hidden), nn.RMSNorm(args.hidden)
+        self.attention = SparseMLA(
+            args.hidden,
+            args.heads,
+            q_lora_rank=args.hidden,
+            nope_dim=args.head_dim,
+            v_dim=args.head_dim,
+            topk=args.topk,
+            indexer={"heads": args.index_heads, "head_dim": args.index_dim},
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(args.hidden, 4 * args.hidden), nn.GELU(), nn.Linear(4 * args.hidden, args.hidden)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        result = self.attention(self.attention_norm(x))
+        x = x + result.out
+        return x + self.mlp(self.mlp_norm(x)), result.indexer_loss
+
+
+class Model(nn.Module):
+    """Bytes in, logits of the next byte out."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, args.hidden)
+        self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
+        self.norm, self.head = nn.RMSNorm(args.hidden), nn.Linear(args.hidden, BYTES, bias=False)
+
+    def forward(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, S, 256], and the sum of the indexers' losses, if they have one."""
+        x, losses = self.embedding(text), []
+        for block in self.blocks:
+            x, loss = block(x)
+            losses.append(loss)
+        total = None if losses[0] is None else torch.stack(losses).sum()
+        return self.head(self.norm(x)), total
+
+    def enter(self, phase: Phase) -> list[nn.Parameter]:
+        """Sets the phase; returns the parameters that learn in it."""
+        for block in self.blocks:
+            block.attention.phase = phase
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_({"dense": ".indexer." not in name, "warmup": ".indexer." in name}.get(phase, True))
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    @torch.no_grad()
+    def selection(self, text: Tensor) -> tuple[float, float]:
+        """Of the keys that the indexers select: their share of dense attention, and how many are among its best.
+
+        Means over the queries that see twice as many keys as they select.
+        """
+        x, mass, recall = self.embedding(text), [], []
+        for block in self.blocks:
+            layer, inputs = block.attention, block.attention_norm(x)
+            attention, ids = layer.attention_to_all(inputs), layer.select(inputs)
+            topk = ids.shape[2]
+            chosen, best = ids[:, 2 * topk :].long(), attention[:, 2 * topk :]
+            mass.append(best.gather(2, chosen).sum(-1).mean())
+            best_ids = best.topk(topk, dim=-1).indices
+            marks = torch.zeros_like(best).scatter_(2, chosen, 1)
+            recall.append(marks.gather(2, best_ids).mean())
+            x, _ = block(x)
+        return float(torch.stack(mass).mean()), float(torch.stack(recall).mean())
+
+
+@dataclass
+class History:
+    """What is measured after each step."""
+
+    phases: list[str] = field(default_factory=list)
+    language: list[float] = field(default_factory=list)
+    indexer: list[float] = field(default_factory=list)  # NaN in the dense phase
+    seconds: list[float] = field(default_factory=list)
+    selections: dict[int, tuple[float, float]] = field(default_factory=dict)  # by the number of steps before
+
+    def mean(self, values: list[float], phase: str, part: slice) -> float:
+        of_phase = [value for value, name in zip(values, self.phases, strict=True) if name == phase][part]
+        return sum(of_phase) / max(1, len(of_phase))
+
+
+def batches(text: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+    """Random windows of the text [batch, length + 1]."""
+    generator = torch.Generator().manual_seed(args.seed)
+    while True:
+        starts = torch.randint(len(text) - args.length, (args.batch,), generator=generator)
+        yield torch.stack([text[start : start + args.length + 1] for start in starts]).to(args.device)
+
+
+def train(args: argparse.Namespace) -> History:
+    torch.manual_seed(args.seed)
+    text = torch.frombuffer(bytearray(read_text()), dtype=torch.uint8).long()
+    model = Model(args).to(args.device, torch.bfloat16 if args.device.type == "cuda" else torch.float32)
+    stream, history = batches(text, args), History()
+    sample = next(stream)[:, :-1]
+    phases: dict[Phase, int] = {"dense": args.dense_steps, "warmup": args.warmup_steps, "sparse": args.sparse_steps}
+    progress = Progress(total=sum(phases.values()))
+    for phase, steps in phases.items():
+        parameters = model.enter(phase)
+        optimizer = torch.optim.AdamW(parameters, lr=args.indexer_lr if phase == "warmup" else args.lr)
+        for step in range(steps):
+            if len(history.phases) % args.measure_every == 0:
+                history.selections[len(history.phases)] = model.selection(sample)
+            begin, window = time.perf_counter(), next(stream)
+            logits, indexer = model(window[:, :-1])
+            language = nn.functional.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss = {"dense": language, "warmup": indexer}.get(phase, language + (0 if indexer is None else indexer))
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            history.language.append(float(language.detach()))
+            history.indexer.append(math.nan if indexer is None else float(indexer.detach()) / args.layers)
+            history.seconds.append(time.perf_counter() - begin)
+            history.phases.append(phase)
+            if step % 20 == 0:
+                label = f"{phase}: language {history.language[-1]:.2f}, indexer {history.indexer[-1]:.3f}"
+            progress.step(label)
+    history.selections[len(history.phases)] = model.selection(sample)
+    return history
+
+
+def read_text() -> bytes:
+    paths = [REPOSITORY / "README.md", REPOSITORY / "bench/NOTES.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+    return b"\n".join(path.read_bytes() for path in paths)
+
+
+def draw(history: History, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), constrained_layout=True)
+    axes[0].plot(history.language)
+    axes[0].set(title="language loss", xlabel="step", ylabel="nats a byte")
+    axes[1].plot(history.indexer)
+    axes[1].set(title="indexer's KL from attention, a layer", xlabel="step", ylabel="nats", ylim=(0, None))
+    steps = list(history.selections)
+    axes[2].plot(steps, [mass for mass, _ in history.selections.values()], label="attention on the selected keys")
+    axes[2].plot(steps, [recall for _, recall in history.selections.values()], label="of the best keys, selected")
+    axes[2].set(title="selection, beside dense attention", xlabel="step", ylim=(0, 1.02))
+    axes[2].legend(loc="lower right")
+    for axis in axes:
+        for i in range(1, len(history.phases)):
+            if history.phases[i] != history.phases[i - 1]:
+                axis.axvline(i, color="black", linestyle=":", linewidth=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def print_report(args: argparse.Namespace, history: History) -> None:
+    print(f"\n{args.layers} layers, {args.heads} heads, {args.length} bytes a window, {args.topk} keys a query.\n")
+    print(f"{'phase':<9}{'steps':>6}{'language loss':>21}{'indexer KL':>19}{'mass':>16}{'recall':>16}{'step':>10}")
+    selections = list(history.selections.items())
+    for phase in dict.fromkeys(history.phases):
+        first, count = history.phases.index(phase), history.phases.count(phase)
+        ends = [
+            [history.mean(values, phase, part) for part in (slice(10), slice(-10, None))]
+            for values in (history.language, history.indexer)
+        ]
+        before = [value for step, value in selections if step <= first][-1]
+        after = next(value for step, value in selections if step >= first + count)
+        indexer = "-" if math.isnan(ends[1][0]) else f"{ends[1][0]:.3f} -> {ends[1][1]:.3f}"
+        cells = f"{ends[0][0]:>12.2f} -> {ends[0][1]:.2f} {indexer:>18}"
+        shares = "".join(f"{a:>8.0%} -> {b:>3.0%}" for a, b in zip(before, after, strict=True))
+        print(f"{phase:<9}{count:>6}{cells:>40}{shares:>32}{history.mean(history.seconds, phase, slice(None)):>8.2f} s")
+    print(
+        "\nLosses are means of a phase's first and last ten steps. mass: share of dense attention that falls on the\n"
+        "keys that the indexers select; recall: how many of the keys with the most attention are among them."
+    )
+    if args.device.type != "cuda":
+        print("Without a Hopper GPU the operators are their references, written to be read: step times say nothing.")
+    print(f"Picture: {args.picture}")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+
+    def number(name: str, on_gpu: float, on_cpu: float, text: str) -> None:
+        parser.add_argument(f"--{name}", type=type(on_cpu), default=on_gpu if hopper else on_cpu, help=text)
+
+    number("layers", 4, 2, "of the model")
+    number("hidden", 1024, 128, "columns of the stream")
+    number("heads", 64, 4, "of attention")
+    number("head-dim", 128, 32, "columns of a head, without those with RoPE")
+    number("index-heads", 64, 8, "of an indexer")
+    number("index-dim", 128, 64, "columns of an indexer's head")
+    number("topk", 512, 16, "keys that a query reads")
+    number("length", 4096, 128, "bytes of a window")
+    number("batch", 4, 4, "windows a step")
+    number("dense-steps", 300, 80, "steps with dense attention")
+    number("warmup-steps", 100, 50, "steps in which the indexers alone learn, from dense attention")
+    number("sparse-steps", 300, 70, "steps with the selected keys")
+    number("measure-every", 50, 25, "steps between measurements of the selection")
+    number("lr", 3e-4, 3e-3, "learning rate")
+    number("indexer-lr", 1e-3, 3e-3, "learning rate of the warm-up")
+    number("seed", 0, 0, "of the weights and of the windows")
+    parser.add_argument("--picture", type=Path, default=REPOSITORY / "demo_out/training.png", help="PNG to write")
+    args = parser.parse_args(arguments)
+    if not 2 * args.topk < args.length:
+        parser.error(f"--topk must be below half of --length, {args.length}, got {args.topk}")
+    args.device = torch.device("cuda" if hopper else "cpu")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    print(f"device: {dsa_ext.build_info()['device']}; {dsa_ext.build_info()['kernels']}")
+    history = train(args)
+    draw(history, args.picture)
+    print_report(args, history)
+
+
+if __name__ == "__main__":
+    main()

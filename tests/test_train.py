@@ -1,0 +1,45 @@
+"""examples/train.py, shorter than by default: losses fall, and the indexers learn what attention wants."""
+
+import math
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / "train.py"))
+
+
+def test_training(example: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--length 64 --topk 8 --batch 4 --hidden 64 --dense-steps 60 --warmup-steps 40 --sparse-steps 30"
+    args = example["parse_arguments"](f"{sizes} --measure-every 1000 --picture {tmp_path / 'training.png'}".split())
+    history = example["train"](args)
+    first, last = slice(10), slice(-10, None)
+
+    assert history.mean(history.language, "dense", last) < history.mean(history.language, "dense", first) - 0.5
+    assert history.mean(history.language, "sparse", last) < history.mean(history.language, "dense", first) - 0.5
+    assert history.mean(history.indexer, "warmup", last) < 0.7 * history.mean(history.indexer, "warmup", first)
+    assert all(
+        math.isnan(value) == (phase == "dense") for value, phase in zip(history.indexer, history.phases, strict=True)
+    )
+    (before, after) = history.selections[0], history.selections[130]
+    assert after[0] > before[0] + 0.1, "attention on the selected keys"
+    assert after[1] > before[1] + 0.1, "of the best keys, selected"
+
+    example["draw"](history, args.picture)
+    assert args.picture.stat().st_size > 10_000
+    example["print_report"](args, history)
+    assert "warmup" in capsys.readouterr().out
+
+
+def test_bad_arguments(example: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        example["parse_arguments"](["--topk", "64"])
+    assert "--topk must be below half of --length, 128, got 64" in capsys.readouterr().err
+    assert "train" not in sys.modules
