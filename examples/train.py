@@ -129,7 +129,7 @@ def train(args: argparse.Namespace) -> History:
         parameters = model.enter(phase)
         optimizer = torch.optim.AdamW(parameters, lr=args.indexer_lr if phase == "warmup" else args.lr)
         for step in range(steps):
-            if len(history.phases) % args.measure_every == 0:
+            if step == 0 or len(history.phases) % args.measure_every == 0:
                 history.selections[len(history.phases)] = model.selection(sample)
             begin, window = time.perf_counter(), next(stream)
             logits, indexer = model(window[:, :-1])
@@ -182,15 +182,13 @@ def draw(history: History, path: Path) -> None:
 def print_report(args: argparse.Namespace, history: History) -> None:
     print(f"\n{args.layers} layers, {args.heads} heads, {args.length} bytes a window, {args.topk} keys a query.\n")
     print(f"{'phase':<9}{'steps':>6}{'language loss':>21}{'indexer KL':>19}{'mass':>16}{'recall':>16}{'step':>10}")
-    selections = list(history.selections.items())
     for phase in dict.fromkeys(history.phases):
         first, count = history.phases.index(phase), history.phases.count(phase)
         ends = [
             [history.mean(values, phase, part) for part in (slice(10), slice(-10, None))]
             for values in (history.language, history.indexer)
         ]
-        before = [value for step, value in selections if step <= first][-1]
-        after = next(value for step, value in selections if step >= first + count)
+        before, after = history.selections[first], history.selections[first + count]
         indexer = "-" if math.isnan(ends[1][0]) else f"{ends[1][0]:.3f} -> {ends[1][1]:.3f}"
         cells = f"{ends[0][0]:>12.2f} -> {ends[0][1]:.2f} {indexer:>18}"
         shares = "".join(f"{a:>8.0%} -> {b:>3.0%}" for a, b in zip(before, after, strict=True))
@@ -225,7 +223,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     number("dense-steps", 300, 80, "steps with dense attention")
     number("warmup-steps", 100, 50, "steps in which the indexers alone learn, from dense attention")
     number("sparse-steps", 300, 70, "steps with the selected keys")
-    number("measure-every", 50, 25, "steps between measurements of the selection")
+    number("measure-every", 50, 25, "steps between measurements of the selection, besides those where a phase begins")
     number("lr", 3e-4, 3e-3, "learning rate")
     number("indexer-lr", 1e-3, 3e-3, "learning rate of the warm-up")
     number("seed", 0, 0, "of the weights and of the windows")
