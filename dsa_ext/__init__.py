@@ -1,7 +1,7 @@
 """Kernels of DeepSeek Sparse Attention for NVIDIA Hopper GPUs, as PyTorch operators."""
 
 from dsa_ext import nn as nn
-from dsa_ext import ops as ops  # registers torch.ops.dsa.*
+from dsa_ext import ops as ops
 from dsa_ext._native import __version__, build_info
 from dsa_ext.functional import (
     attn_dist,

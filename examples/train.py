@@ -135,8 +135,8 @@ def train(args: argparse.Namespace) -> History:
             logits, indexer = model(window[:, :-1])
             language = nn.functional.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
             optimizer.zero_grad()
-            loss = {"dense": language, "warmup": indexer}.get(phase, language + (0 if indexer is None else indexer))
-            loss.backward()
+            losses = {"dense": [language], "warmup": [indexer], "sparse": [language, indexer]}[phase]
+            torch.stack(losses).sum().backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             history.language.append(float(language.detach()))

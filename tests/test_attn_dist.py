@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from callers import assert_error, callers
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import dsa_ext
-from dsa_ext import _native, reference
+from dsa_ext import reference
 from dsa_ext.testing.inputs import make_inputs, spoil_indices
 
 OP = torch.ops.dsa.attn_dist.default
+native, cpu, fake = callers("attn_dist")
 B, S, S_KV, H, G, K, D = 1, 4, 16, 8, 2, 5, 576
 
 
@@ -28,31 +29,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "topk_length": torch.full((B, S), K, dtype=torch.int32),
         **changes,
     }
-
-
-def native(**args: Any) -> Any:
-    """The checks of the compiled library, reached with CPU tensors."""
-    if _native.library is None:
-        pytest.skip(f"no kernels: {_native.missing_reason}")
-    ordered = [args.pop(name) for name in ("q", "kv", "indices", "lse")]
-    return OP.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *ordered, **args)
-
-
-def cpu(**args: Any) -> Any:
-    return torch.ops.dsa.attn_dist(**args)
-
-
-def fake(**args: Any) -> Any:
-    """Fake tensors on a CUDA device that need not exist."""
-    with FakeTensorMode():
-        return torch.ops.dsa.attn_dist(
-            **{
-                name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-                if isinstance(value, Tensor)
-                else value
-                for name, value in args.items()
-            }
-        )
 
 
 # What is wrong, and the message without the operator's name. Every implementation says the same. What attn_dist shares
@@ -73,20 +49,19 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def assert_error(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        call(**arguments(**changes))
-    assert str(caught.value).splitlines()[0] == f"dsa::attn_dist: {message}"
-
-
 @pytest.mark.parametrize("call", [native, cpu, fake], ids=["native", "cpu", "fake"])
 @pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[text for _, text in ERRORS])
 def test_errors(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    assert_error(call, changes, message)
+    assert_error(call, "attn_dist", arguments(**changes), message)
 
 
 def test_native_checks_take_any_strides_of_lse() -> None:
-    assert_error(native, {"lse": torch.zeros(H, S, 2 * B).permute(2, 1, 0)[::2]}, "q must be on a CUDA device, got cpu")
+    assert_error(
+        native,
+        "attn_dist",
+        arguments(lse=torch.zeros(H, S, 2 * B).permute(2, 1, 0)[::2]),
+        "q must be on a CUDA device, got cpu",
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 64, 65, 128])

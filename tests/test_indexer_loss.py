@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from callers import assert_error, callers
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import kl_div
 
 import dsa_ext
-from dsa_ext import _native
 from dsa_ext.testing.inputs import make_indexer_inputs, make_inputs
 
 OP = torch.ops.dsa.indexer_loss.default
+native, cpu, fake = callers("indexer_loss")
 R, K = 4, 7
 
 
@@ -27,26 +27,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "row_weights": torch.rand(R, generator=generator),
         **changes,
     }
-
-
-def native(**args: Any) -> Any:
-    """The checks of the compiled library, reached with CPU tensors."""
-    if _native.library is None:
-        pytest.skip(f"no kernels: {_native.missing_reason}")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    return OP.redispatch(keys, args.pop("scores"), args.pop("p"), **args)
-
-
-def cpu(**args: Any) -> Any:
-    return torch.ops.dsa.indexer_loss(**args)
-
-
-def fake(**args: Any) -> Any:
-    """Fake tensors on a CUDA device that need not exist."""
-    with FakeTensorMode():
-        return torch.ops.dsa.indexer_loss(
-            **{n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for n, t in args.items()}
-        )
 
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
@@ -64,9 +44,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("call", [native, cpu, fake], ids=["native", "cpu", "fake"])
 @pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[text for _, text in ERRORS])
 def test_errors(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        call(**arguments(**changes))
-    assert str(caught.value).splitlines()[0] == f"dsa::indexer_loss: {message}"
+    assert_error(call, "indexer_loss", arguments(**changes), message)
 
 
 def test_errors_of_layout_and_device() -> None:

@@ -1,10 +1,12 @@
 """The indexer's operators as operators: errors, fake tensors, autograd, compile, FLOPs. All without a GPU."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from callers import assert_error, cpu, fake, to_fake_cuda
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,22 +39,6 @@ def arguments(op: str, **changes: Any) -> dict[str, Any]:
         bounds = {"starts": torch.zeros(S).int(), "ends": torch.full((S,), S_KV).int()}
         return {"logits": torch.randn(S, S_KV), **bounds, "topk": K, **changes}
     return scoring_arguments(**({"topk": K, **changes} if op == "indexer_topk" else changes))
-
-
-def cpu(op: str, **args: Any) -> Any:
-    return getattr(torch.ops.dsa, op)(**args)
-
-
-def fake(op: str, **args: Any) -> Any:
-    """Fake tensors on a CUDA device that need not exist."""
-    with FakeTensorMode():
-        return getattr(torch.ops.dsa, op)(**{name: to_fake_cuda(value) for name, value in args.items()})
-
-
-def to_fake_cuda(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
 
 
 # What is wrong, and the message without the operator's name. Every implementation says the same.
@@ -128,9 +114,7 @@ OPS = ("indexer_logits", "topk_select", "indexer_topk")
 @pytest.mark.parametrize("call", [cpu, fake])
 @pytest.mark.parametrize(("op", "changes", "message"), ERRORS, ids=[f"{op}: {text}" for op, _, text in ERRORS])
 def test_errors(call: Callable[..., Any], op: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        call(op, **arguments(op, **changes))
-    assert str(caught.value).splitlines()[0] == f"dsa::{op}: {message}"
+    assert_error(partial(call, op), op, arguments(op, **changes), message)
 
 
 def test_dtypes_of_the_cpu_alone() -> None:

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from callers import assert_error, callers
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import dsa_ext
-from dsa_ext import _native, reference
+from dsa_ext import reference
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, make_indexer_inputs
 
 OP = torch.ops.dsa.indexer_scores.default
+native, cpu, fake = callers("indexer_scores")
 S, S_KV, HI, DI, K = 4, 16, 8, 64, 5
 
 
@@ -30,25 +31,6 @@ def arguments(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, 
     inputs = make_indexer_inputs(S, S_KV, HI, DI, dtype=dtype)
     tensors = {"q": inputs.q, "k": inputs.k, "weights": inputs.weights, "indices": make_indices(S, S_KV, K)}
     return {**tensors, **changes}
-
-
-def native(**args: Any) -> Any:
-    """The checks of the compiled library, reached with CPU tensors."""
-    if _native.library is None:
-        pytest.skip(f"no kernels: {_native.missing_reason}")
-    return OP.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args.values())
-
-
-def cpu(**args: Any) -> Any:
-    return torch.ops.dsa.indexer_scores(**args)
-
-
-def fake(**args: Any) -> Any:
-    """Fake tensors on a CUDA device that need not exist."""
-    with FakeTensorMode():
-        return torch.ops.dsa.indexer_scores(
-            **{n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for n, t in args.items()}
-        )
 
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
@@ -83,21 +65,15 @@ NATIVE_ERRORS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def assert_error(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        call(**arguments(**changes))
-    assert str(caught.value).splitlines()[0] == f"dsa::indexer_scores: {message}"
-
-
 @pytest.mark.parametrize("call", [native, cpu, fake], ids=["native", "cpu", "fake"])
 @pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[text for _, text in ERRORS])
 def test_errors(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    assert_error(call, changes, message)
+    assert_error(call, "indexer_scores", arguments(**changes), message)
 
 
 @pytest.mark.parametrize(("changes", "message"), NATIVE_ERRORS, ids=[text for _, text in NATIVE_ERRORS])
 def test_native_errors(changes: dict[str, Any], message: str) -> None:
-    assert_error(native, changes, message)
+    assert_error(native, "indexer_scores", arguments(**changes), message)
 
 
 def gathered_logits(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:

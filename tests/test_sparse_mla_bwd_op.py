@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from callers import callers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsa_ext
-from dsa_ext import _native
 from dsa_ext.testing.inputs import make_inputs
 
 OP = torch.ops.dsa.sparse_mla_bwd.default
+native, cpu, fake = callers("sparse_mla_bwd")
 B, S, S_KV, H, G, K, D, DV = 1, 4, 16, 8, 1, 5, 576, 512
 TENSORS = ("dout", "q", "kv", "out", "lse", "indices")
 
@@ -36,26 +35,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
     }
 
 
-def native(**args: Any) -> Any:
-    """The checks of the compiled library, reached with CPU tensors."""
-    if _native.library is None:
-        pytest.skip(f"no kernels: {_native.missing_reason}")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    return OP.redispatch(keys, *(args.pop(name) for name in TENSORS), **args)
-
-
-def fake(**args: Any) -> Any:
-    """Fake tensors on a CUDA device that need not exist."""
-    with FakeTensorMode():
-        return OP(**{name: to_fake_cuda(value) for name, value in args.items()})
-
-
-def to_fake_cuda(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-
-
 ERRORS: list[tuple[dict[str, Any], str]] = [
     (
         {"dout": torch.zeros(B, S, H, D).bfloat16()},
@@ -71,7 +50,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("call", [native, lambda **args: OP(**args), fake], ids=["native", "cpu", "fake"])
+@pytest.mark.parametrize("call", [native, cpu, fake], ids=["native", "cpu", "fake"])
 @pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[message[:40] for _, message in ERRORS])
 def test_errors(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError) as error:

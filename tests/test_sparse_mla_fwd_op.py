@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from callers import assert_error, callers, to_fake_cuda
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,11 +14,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import dsa_ext
-from dsa_ext import _native, reference
+from dsa_ext import reference
 from dsa_ext.testing.inputs import make_inputs, spoil_indices
 
 OP = torch.ops.dsa.sparse_mla_fwd.default
 BWD = torch.ops.dsa.sparse_mla_bwd.default
+native, cpu, fake = callers("sparse_mla_fwd")
 
 B, S, S_KV, H, G, K, D = 1, 4, 16, 8, 1, 5, 576
 FAR = 2**31
@@ -34,31 +36,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "attn_sink": torch.zeros(H),
         **changes,
     }
-
-
-def native(**args: Any) -> Any:
-    """The checks of the compiled library, reached with CPU tensors."""
-    if _native.library is None:
-        pytest.skip(f"no kernels: {_native.missing_reason}")
-    ordered = [args.pop(name) for name in ("q", "kv", "indices")]
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    return OP.redispatch(keys, *ordered, **args)
-
-
-def cpu(**args: Any) -> Any:
-    return torch.ops.dsa.sparse_mla_fwd(**args)
-
-
-def fake(**args: Any) -> Any:
-    """Fake tensors on a CUDA device that need not exist."""
-    with FakeTensorMode():
-        return torch.ops.dsa.sparse_mla_fwd(**{name: to_fake_cuda(value) for name, value in args.items()})
-
-
-def to_fake_cuda(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
 
 
 # What is wrong, and the message without the operator's name. Every implementation says the same.
@@ -141,21 +118,15 @@ NATIVE_ERRORS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def assert_error(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        call(**arguments(**changes))
-    assert str(caught.value).splitlines()[0] == f"dsa::sparse_mla_fwd: {message}"
-
-
 @pytest.mark.parametrize("call", [native, cpu, fake], ids=["native", "cpu", "fake"])
 @pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[text for _, text in ERRORS])
 def test_errors(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    assert_error(call, changes, message)
+    assert_error(call, "sparse_mla_fwd", arguments(**changes), message)
 
 
 @pytest.mark.parametrize(("changes", "message"), NATIVE_ERRORS, ids=[text for _, text in NATIVE_ERRORS])
 def test_native_errors(changes: dict[str, Any], message: str) -> None:
-    assert_error(native, changes, message)
+    assert_error(native, "sparse_mla_fwd", arguments(**changes), message)
 
 
 def test_native_checks_pass_views_that_kernels_take() -> None:
@@ -167,7 +138,7 @@ def test_native_checks_pass_views_that_kernels_take() -> None:
         "topk_length": torch.zeros(S, B).int().T,
         "attn_sink": torch.zeros(2 * H)[::2],
     }
-    assert_error(native, changes, "q must be on a CUDA device, got cpu")
+    assert_error(native, "sparse_mla_fwd", arguments(**changes), "q must be on a CUDA device, got cpu")
 
 
 def test_a_mix_of_devices() -> None:

@@ -111,13 +111,11 @@ class SparseMLA(nn.Module):
             listed = ids[:, :, None]
         else:
             listed = _all_keys(x)
-        latent, lse = functional.sparse_mla(
-            q, kv, listed, sm_scale=self.sm_scale, d_v=self.kv_lora_rank, return_lse=True
-        )
+        latent, lse = self._attend(q, kv, listed)
         out = self.o_proj(torch.einsum("bshc,hvc->bshv", latent, of_values).flatten(2))
         if tensors is None or not torch.is_grad_enabled():
             return SparseMLAOutput(out, None, ids)
-        p = functional.attn_dist(q.detach(), kv.detach(), listed, lse.detach(), sm_scale=self.sm_scale)[:, :, 0]
+        p = self._distribution(q.detach(), kv.detach(), listed, lse.detach())
         scores = self.indexer.logits(tensors) if ids is None else self.indexer.scores(tensors, ids)
         return SparseMLAOutput(out, functional.indexer_loss(scores, p), ids)
 
@@ -127,12 +125,20 @@ class SparseMLA(nn.Module):
         of_keys = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank)[:, : self.nope_dim]
         q, kv = self._queries(self.q_a_layernorm(self.q_a_proj(x)), of_keys), self._keys(x)
         listed = _all_keys(x)
-        _, lse = functional.sparse_mla(q, kv, listed, sm_scale=self.sm_scale, d_v=self.kv_lora_rank, return_lse=True)
-        return functional.attn_dist(q, kv, listed, lse, sm_scale=self.sm_scale)[:, :, 0] / self.heads
+        _, lse = self._attend(q, kv, listed)
+        return self._distribution(q, kv, listed, lse) / self.heads
 
     def select(self, x: Tensor) -> Tensor:
         """The keys that the indexer selects for the layer's input [B, S, topk], int32: ascending, then -1."""
         return self.indexer.select(self.indexer(x, self.q_a_layernorm(self.q_a_proj(x))), self.topk)
+
+    def _attend(self, q: Tensor, kv: Tensor, listed: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, H, kv_lora_rank] and lse [B, S, H]."""
+        return functional.sparse_mla(q, kv, listed, sm_scale=self.sm_scale, d_v=self.kv_lora_rank, return_lse=True)
+
+    def _distribution(self, q: Tensor, kv: Tensor, listed: Tensor, lse: Tensor) -> Tensor:
+        """What the listed keys get from all heads [B, S, K]."""
+        return functional.attn_dist(q, kv, listed, lse, sm_scale=self.sm_scale)[:, :, 0]
 
     def _queries(self, q_latent: Tensor, of_keys: Tensor) -> Tensor:
         """[B, S, H, kv_lora_rank + rope_dim]: heads brought to the latent's columns."""

@@ -131,11 +131,11 @@ def indexer_topk(
     return indices, values
 
 
-def listed_keys(k: Tensor, indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The keys that `indices` [s, K] names [s, K, Di], zeros for ids that name none; and which do [s, K]."""
-    named = (indices >= 0) & (indices < k.shape[0])
-    padded = torch.cat([k, k.new_zeros(1, k.shape[1])])
-    return padded[torch.where(named, indices, k.shape[0]).long()].to(dtype), named
+def listed_rows(k: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys and a row of zeros [S_kv + 1, Di]; the row that each id names [S, K], that of zeros where it names no
+    key; and which name one [S, K]."""
+    named = (indices >= 0) & (indices < len(k))
+    return torch.cat([k, k.new_zeros(1, k.shape[1])]), torch.where(named, indices, len(k)).long(), named
 
 
 def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
@@ -144,11 +144,12 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Te
     Returns scores [S, K] in fp32 (float64 for float64 inputs).
     """
     dtype = compute_dtype(q)
+    padded, rows, named = listed_rows(k, indices)
     scores = q.new_empty(indices.shape, dtype=dtype)
     for run in runs(len(q), indices.shape[1] * (q.shape[1] + q.shape[2])):
-        keys, named = listed_keys(k, indices[run], dtype)
+        keys = padded[rows[run]].to(dtype)
         products = (q[run].to(dtype) @ keys.mT).relu_()  # [s, Hi, K]
-        scores[run] = (weights[run, None] @ products)[:, 0].masked_fill(~named, -torch.inf)
+        scores[run] = (weights[run, None] @ products)[:, 0].masked_fill(~named[run], -torch.inf)
     return scores
 
 
@@ -164,19 +165,19 @@ def indexer_scores_bwd(
     """
     dtype = compute_dtype(q)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk = k.new_zeros(len(k) + 1, k.shape[1], dtype=dtype)
+    padded, rows, named = listed_rows(k, indices)
+    dk = torch.zeros_like(padded, dtype=dtype)
     dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
     for run in runs(len(q), indices.shape[1] * (q.shape[1] + q.shape[2])):
-        keys, named = listed_keys(k, indices[run], dtype)
-        hidden = ~named[:, None]
-        chunk_q = q[run].to(dtype).masked_fill(~named.any(1)[:, None, None], 0)
+        keys = padded[rows[run]].to(dtype)
+        hidden = ~named[run, None]
+        chunk_q = q[run].to(dtype).masked_fill(hidden.all(2, keepdim=True), 0)
         dscore = dscores[run, None]
         products = chunk_q @ keys.mT  # [s, Hi, K]
         dweights[run] = (dscore * products.relu()).masked_fill(hidden, 0).sum(-1)
         dproducts = (dscore * weights[run, :, None]).masked_fill(hidden | (products <= 0), 0)
         dq[run] = dproducts @ keys
-        rows = torch.where(named, indices[run], len(k)).long().flatten()
-        dk.index_add_(0, rows, (dproducts.mT @ chunk_q).flatten(0, 1))
+        dk.index_add_(0, rows[run].flatten(), (dproducts.mT @ chunk_q).flatten(0, 1))
     return dq, dk[:-1].to(k.dtype), dweights
 
 
