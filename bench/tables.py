@@ -26,6 +26,23 @@ def peer(case: Case, figure: str) -> str:
     return f"{figure} ({case['peer']})"
 
 
+def peer_time(case: Case) -> str:
+    """A peer that fails is told by its failure."""
+    if case["peer"] and not case["tflops"]:
+        return peer(case, time(case["peer_value"]))
+    failure: str = case.get("peer_failure", "")
+    return failure
+
+
+def gigabytes(mb: float) -> str:
+    return f"{mb / 1e3:.2f} GB"
+
+
+def given(key: str, form: Callable[[Any], str]) -> Callable[[Case], str]:
+    """A cell that is empty where the case has no such field."""
+    return lambda case: form(case[key]) if key in case else ""
+
+
 def versus(case: Case) -> str:
     return ", ".join(f"{value:.2f} x `{name}`" for name, value in case.get("time_vs", {}).items())
 
@@ -35,13 +52,18 @@ def versus(case: Case) -> str:
 COLUMNS: dict[str, Callable[[Case], str]] = {
     "case": lambda case: f"`{case['name']}`",
     "time": lambda case: time(case["ms"]),
+    "forward": given("forward_ms", time),
+    "backward": given("backward_ms", time),
+    "glue": given("glue", "{:.1%}".format),
     "TFLOP/s": lambda case: f"{case['tflops']:.0f}" if case["tflops"] else "",
-    "TB/s": lambda case: f"{case['tbps']:.2f}" if "tbps" in case else "",
+    "TB/s": given("tbps", "{:.2f}".format),
     "peer's TFLOP/s": lambda case: peer(case, f"{case['peer_value']:.0f}") if case["peer"] and case["tflops"] else "",
-    "peer's time": lambda case: peer(case, time(case["peer_value"])) if case["peer"] and not case["tflops"] else "",
+    "peer's time": peer_time,
     "ratio": lambda case: f"**{case['ratio']:.2f}**" if case["ratio"] else "",
     "time beside": versus,
-    "memory beside results": lambda case: f"{case['extra_mb']:.0f} MB" if "extra_mb" in case else "",
+    "memory beside results": given("extra_mb", "{:.0f} MB".format),
+    "peak memory": given("peak_mb", gigabytes),
+    "peer's peak memory": given("peer_peak_mb", gigabytes),
     "error": lambda case: f"{case['err']['similarity']:.1e}" if "similarity" in (case["err"] or {}) else "",
 }
 

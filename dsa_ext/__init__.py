@@ -5,6 +5,7 @@ from dsa_ext import ops as ops
 from dsa_ext._native import __version__, build_info
 from dsa_ext.functional import (
     attn_dist,
+    indexer_dense_loss,
     indexer_logits,
     indexer_loss,
     indexer_scores,
@@ -17,6 +18,7 @@ __all__ = [
     "__version__",
     "attn_dist",
     "build_info",
+    "indexer_dense_loss",
     "indexer_logits",
     "indexer_loss",
     "indexer_scores",

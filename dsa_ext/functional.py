@@ -356,10 +356,65 @@ def indexer_loss(
         return loss.view(leading)
     if reduction == "sum":
         return loss.sum()
+    return _mean(loss.sum(), len(loss), row_weights)
+
+
+def indexer_dense_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    main_q: Tensor,
+    main_kv: Tensor,
+    lse: Tensor,
+    *,
+    row_weights: Tensor | None = None,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    q_start: int = 0,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """The indexer's loss over all keys that each query sees: the dense warm-up of DeepSeek-V3.2.
+
+    The value and the gradients of ::
+
+        scores = indexer_logits(q, k, weights, 0, causal ends)
+        p = attn_dist(main_q, main_kv, all keys, lse)
+        indexer_loss(scores, p, row_weights=row_weights, reduction=reduction)
+
+    are computed together, for as many queries at a time as 2^24 scores make: nothing of size S x S_kv is ever held.
+
+    Args:
+        q, k, weights: of the indexer, [S, Hi, Di], [S_kv, Di] and [S, Hi], as for :func:`indexer_scores`.
+        main_q, main_kv, lse: of attention, [S, H, D], [S_kv, D] and [S, H], as for :func:`attn_dist`; lse is that of
+            attention to all keys.
+        row_weights: factor on each query's loss [S], like lse.
+        sm_scale: factor on main_q.main_kv, D**-0.5 by default.
+        causal: query s sees the keys up to q_start + s; else all.
+        q_start: position of the first query.
+        reduction: "sum" or "mean", as for :func:`indexer_loss`.
+
+    Returns:
+        The loss, differentiable (once) with respect to q, k and weights alone.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when another argument requires a gradient, or a GPU has no kernel.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    if reduction not in ("mean", "sum"):
+        raise RuntimeError(f"dsa::indexer_dense_loss: reduction must be 'mean' or 'sum', got {reduction!r}")
+    loss: Tensor = torch.ops.dsa.indexer_dense_loss.default(
+        q, k, weights, main_q, main_kv, lse, row_weights, sm_scale, causal, q_start
+    )[0]
+    return loss if reduction == "sum" else _mean(loss, q.shape[0], row_weights)
+
+
+def _mean(total: Tensor, rows: int, row_weights: Tensor | None) -> Tensor:
     if row_weights is None:
-        return loss.sum() / max(1, len(loss))
-    total = row_weights.sum()
-    return loss.sum() / torch.where(total == 0, 1, total)
+        return total / max(1, rows)
+    weight = row_weights.sum()
+    return total / torch.where(weight == 0, 1, weight)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -177,7 +177,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # of heads and of columns
     select_shapes = 2 * (2 + 2)  # of dtypes, and of CTAs that hold their runs and that filter them
     listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
-    bwd_others = ("cast_kernel", "combine_kernel", "sink_kernel", "sum_rows_kernel")
+    bwd_others = ("combine_kernel", "sink_kernel", "list_slots_kernel")
+    sums_others = ("key_starts_kernel", "sum_rows_kernel")
     return {
         "sparse_mla_fwd/launch": Kernels(
             "sparse_mla_fwd_kernel", len(fwd.configs), fwd.threads, MLA, ("combine_kernel",)

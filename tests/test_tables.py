@@ -71,3 +71,16 @@ def test_cases_without_flops(tables: ModuleType) -> None:
         "| --- | --- | --- | --- | --- | --- |",
         "| `one` | 1.00 ms | 2.12 | 250.0 µs (Peer) | **0.25** | 64 MB |",
     ]
+
+
+def test_layers(tables: ModuleType) -> None:
+    """Steps have two parts and a peak of memory; a peer whose memory does not suffice has no figures."""
+    layer = {"tflops": None, "err": None, "ms": 3.0, "forward_ms": 1.0, "backward_ms": 2.0, "peak_mb": 1234.0}
+    beside = {"peer": "Peer", "peer_value": 6.0, "ratio": 2.0, "peer_peak_mb": 2500.0, "glue": 0.048}
+    alone = {"peer": None, "peer_value": None, "ratio": None, "peer_failure": "out of memory", "glue": -0.001}
+    assert tables.table([{"name": "one", **layer, **beside}, {"name": "two", **layer, **alone}]) == [
+        "| case | time | forward | backward | glue | peer's time | ratio | peak memory | peer's peak memory |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| `one` | 3.00 ms | 1.00 ms | 2.00 ms | 4.8% | 6.00 ms (Peer) | **2.00** | 1.23 GB | 2.50 GB |",
+        "| `two` | 3.00 ms | 1.00 ms | 2.00 ms | -0.1% | out of memory |  | 1.23 GB |  |",
+    ]

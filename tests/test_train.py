@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -15,6 +16,13 @@ def example() -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / "train.py"))
 
 
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's sizes and device are those of a machine without a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("without_gpu")
 def test_training(example: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--length 64 --topk 8 --batch 4 --hidden 64 --dense-steps 60 --warmup-steps 40 --sparse-steps 30"
     args = example["parse_arguments"](f"{sizes} --measure-every 1000 --picture {tmp_path / 'training.png'}".split())
@@ -37,6 +45,27 @@ def test_training(example: dict[str, Any], tmp_path: Path, capsys: pytest.Captur
     assert "warmup" in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+def test_training_on_a_gpu(example: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A few steps of each phase, with the sizes for a GPU."""
+    steps = "--dense-steps 3 --warmup-steps 3 --sparse-steps 3"
+    args = example["parse_arguments"](f"{steps} --picture {tmp_path / 'training.png'}".split())
+    assert (args.device.type, args.length, args.heads) == ("cuda", 4096, 64)
+    history = example["train"](args)
+
+    assert history.phases == ["dense"] * 3 + ["warmup"] * 3 + ["sparse"] * 3
+    assert all(math.isfinite(value) for value in history.language + history.indexer[3:])
+    assert history.language[2] < history.language[0]
+    assert list(history.selections) == [0, 3, 6, 9]
+    assert all(0 < share <= 1.001 for pair in history.selections.values() for share in pair)
+
+    example["draw"](history, args.picture)
+    assert args.picture.stat().st_size > 10_000
+    example["print_report"](args, history)
+    assert "Without a Hopper GPU" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_gpu")
 def test_bad_arguments(example: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         example["parse_arguments"](["--topk", "64"])

@@ -26,6 +26,9 @@ struct Grid {
   constexpr Grid(unsigned ctas, unsigned cluster = 1) : ctas(ctas), cluster(cluster) {}
 };
 
+// What a kernel may use without being asked for; more must be the same at each launch.
+inline constexpr int kSharedBytesByDefault = 48 * 1024;
+
 // Launches `kKernel` on `device`, which is current. Returns null, or a text that says what failed.
 template <auto kKernel, class... Args>
 const char* launch_kernel(int device, Grid grid, dim3 threads, int shared_bytes, cudaStream_t stream,
@@ -35,7 +38,10 @@ const char* launch_kernel(int device, Grid grid, dim3 threads, int shared_bytes,
   cudaFunction_t function = loaded[device % kMaxDevices].load(std::memory_order_relaxed);
   if (function == nullptr) {
     const auto symbol = reinterpret_cast<const void*>(kKernel);
-    cudaError_t error = cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    cudaError_t error = cudaSuccess;
+    if (shared_bytes > kSharedBytesByDefault) {
+      error = cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    }
     if (error == cudaSuccess) error = cudaGetFuncBySymbol(&function, symbol);
     if (error != cudaSuccess) return cudaGetErrorString(error);
     loaded[device % kMaxDevices].store(function, std::memory_order_relaxed);

@@ -37,6 +37,12 @@ template <int kHeads, int kColumns>
 using HeadsByColumns = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Bf16>{},
                                                     cute::Shape<cute::Int<kHeads>, cute::Int<kColumns>>{}));
 
+// [kColumns, kHeads] of the same bytes, for products over heads.
+template <int kColumns, int kHeads>
+using ColumnsByHeads = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Bf16>{},
+                                                    cute::Shape<cute::Int<kColumns>, cute::Int<kHeads>>{},
+                                                    cute::Step<cute::_2, cute::_1>{}));
+
 template <class Atom>
 using Tiled = decltype(cute::make_tiled_mma(Atom{}));
 
@@ -61,6 +67,12 @@ template <int kHeads>
 using NarrowValueMma = decltype(cute::make_tiled_mma(
     cute::GMMA::ss_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kHeads>, cute::_16>,
                                cute::GMMA::Major::MN, cute::GMMA::Major::K>()));
+
+// 64 keys x columns = a factor for each key and head (registers) . rows of the heads
+template <int kColumns>
+using KeyRowsMma = decltype(cute::make_tiled_mma(
+    cute::GMMA::rs_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>,
+                               cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 
 // The same object, at an address that the compiler does not know: what it derives from it, like the descriptors of
 // wgmma, it computes where it is needed, instead of once for all tiles and in registers that are not there.

@@ -56,11 +56,19 @@ __device__ __forceinline__ void swap_quads(Accumulator& r_sum, int lane) {
   }
 }
 
+// The ids of a warp's 16 rows, in its registers; for all lanes together.
+struct RowIds {
+  int id;
+
+  __device__ __forceinline__ RowIds(const int* warp_ids, int lane) : id(warp_ids[lane % 16]) {}
+  __device__ __forceinline__ int operator[](int row) const { return __shfl_sync(~0u, id, row); }
+};
+
 // Adds to the columns from g_first on; row `id` begins id * stride further, and `warp_ids` are the rows' ids, -1 for
 // none. Two quads of lanes share their rows, so that together they add to whole lines of a row: L2 takes those at a
 // higher rate than parts of lines.
-template <class Accumulator>
-__device__ __forceinline__ void add_rows(float* g_first, uint32_t stride, const int* warp_ids, Accumulator& r_sum,
+template <class Ids, class Accumulator>
+__device__ __forceinline__ void add_rows(float* g_first, uint32_t stride, const Ids& warp_ids, Accumulator& r_sum,
                                          int lane) {
   swap_quads(r_sum, lane);
   g_first += lane % 8 * 4;
@@ -79,8 +87,8 @@ __device__ __forceinline__ void add_rows(float* g_first, uint32_t stride, const 
 }
 
 // Stores, rounded, to the columns from g_first on of consecutive rows, but for those whose id is -1.
-template <class Row, class Accumulator>
-__device__ __forceinline__ void store_rows(Row* g_first, int stride, const int* warp_ids, const Accumulator& r_row,
+template <class Row, class Ids, class Accumulator>
+__device__ __forceinline__ void store_rows(Row* g_first, int stride, const Ids& warp_ids, const Accumulator& r_row,
                                            int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

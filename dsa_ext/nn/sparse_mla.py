@@ -115,9 +115,13 @@ class SparseMLA(nn.Module):
         out = self.o_proj(torch.einsum("bshc,hvc->bshv", latent, of_values).flatten(2))
         if tensors is None or not torch.is_grad_enabled():
             return SparseMLAOutput(out, None, ids)
-        p = self._distribution(q.detach(), kv.detach(), listed, lse.detach())
-        scores = self.indexer.logits(tensors) if ids is None else self.indexer.scores(tensors, ids)
-        return SparseMLAOutput(out, functional.indexer_loss(scores, p), ids)
+        q, kv, lse = q.detach(), kv.detach(), lse.detach()
+        if ids is None:
+            rows = zip(*tensors, q, kv[:, :, 0], lse, strict=True)
+            losses = [functional.indexer_dense_loss(*row, sm_scale=self.sm_scale) for row in rows]
+            return SparseMLAOutput(out, torch.stack(losses).mean(), None)
+        p = self._distribution(q, kv, listed, lse)
+        return SparseMLAOutput(out, functional.indexer_loss(self.indexer.scores(tensors, ids), p), ids)
 
     @torch.no_grad()
     def attention_to_all(self, x: Tensor) -> Tensor:

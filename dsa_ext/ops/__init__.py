@@ -2,9 +2,12 @@
 
 from dsa_ext.ops import (
     attn_dist,
+    indexer_dense_loss,
     indexer_logits,
+    indexer_logits_bwd,
     indexer_loss,
     indexer_scores,
+    indexer_scores_bwd,
     indexer_topk,
     sparse_mla_bwd,
     sparse_mla_fwd,
@@ -13,9 +16,12 @@ from dsa_ext.ops import (
 
 __all__ = [
     "attn_dist",
+    "indexer_dense_loss",
     "indexer_logits",
+    "indexer_logits_bwd",
     "indexer_loss",
     "indexer_scores",
+    "indexer_scores_bwd",
     "indexer_topk",
     "sparse_mla_bwd",
     "sparse_mla_fwd",

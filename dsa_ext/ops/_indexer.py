@@ -7,7 +7,7 @@ from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor, describe, dtype_name, fail
 
 #: What the kernels take, and what the reference takes on the CPU besides.
-_DTYPES, CPU_DTYPES = (torch.float8_e4m3fn, torch.bfloat16), (torch.float32, torch.float64)
+_DTYPES, _CPU_DTYPES = (torch.float8_e4m3fn, torch.bfloat16), (torch.float32, torch.float64)
 _HEADS = (8, 16, 32, 64)
 _DIMS = (64, 128)
 _MAX_TOPK = 4096
@@ -23,7 +23,7 @@ def check_scoring(
     k_scale: Tensor | None,
 ) -> None:
     """Fails unless the arguments, all but those of one kernel's memory layout, are legal."""
-    on_cpu = q.device.type == "cpu" and q.dtype in CPU_DTYPES
+    on_cpu = q.device.type == "cpu" and q.dtype in _CPU_DTYPES
     check_tensor(op, "q", q, (q.dtype,) if on_cpu else _DTYPES, S=None, Hi=None, Di=None)
     seq, heads, dim = q.shape
     check_tensor(op, "k", k, q.dtype, S_kv=None, Di=dim)
@@ -43,6 +43,18 @@ def check_scoring(
     )
 
 
+def check_listed(op: str, q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> None:
+    """The same for the operators that take lists of keys."""
+    dtype = q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
+    check_tensor(op, "q", q, dtype, S=None, Hi=None, Di=None)
+    seq, heads, dim = q.shape
+    check_tensor(op, "k", k, dtype, S_kv=None, Di=dim)
+    check_tensor(op, "weights", weights, reference.sparse_mla.compute_dtype(q), S=seq, Hi=heads)
+    check_tensor(op, "indices", indices, torch.int32, S=seq, K=None)
+    check_heads(op, heads, dim)
+    check_same_device(op, "q", q, k=k, weights=weights, indices=indices)
+
+
 def check_heads(op: str, heads: int, dim: int) -> None:
     if heads not in _HEADS:
         fail(op, f"q's heads must be 8, 16, 32 or 64, got {heads}")
@@ -53,6 +65,11 @@ def check_heads(op: str, heads: int, dim: int) -> None:
 def check_topk(op: str, topk: int) -> None:
     if topk < 1 or topk > _MAX_TOPK:
         fail(op, f"topk must be from 1 to {_MAX_TOPK}, got {topk}")
+
+
+def gradients_like(q: Tensor, k: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised dq, dk and dweights."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), weights.new_empty(weights.shape)
 
 
 def scoring_flops(q_shape: torch.Size, k_shape: torch.Size) -> int:

@@ -26,6 +26,22 @@ def gradient_wanted(*args: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
+def follow_deterministic_switch(op: str, defaults: tuple[Any, ...]) -> None:
+    """Makes torch.use_deterministic_algorithms imply `deterministic`, the last argument of `op`, whose results have no
+    gradients. `defaults` are those of the arguments that the dispatcher leaves out where they equal them."""
+    overload = getattr(torch.ops.dsa, op).default
+    required = len(overload._schema.arguments) - len(defaults)
+    redispatch = overload.redispatch
+
+    def above_devices(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if torch.are_deterministic_algorithms_enabled():
+            args = args + defaults[len(args) - required :]
+            args = (*args[:-1], True)
+        return redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    library.impl(op, above_devices, "Autograd", with_keyset=True)
+
+
 def without_gradient(op: str) -> None:
     """Registers `op` with autograd as one whose results never require a gradient."""
     redispatch = getattr(torch.ops.dsa, op).default.redispatch

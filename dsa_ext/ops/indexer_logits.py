@@ -50,8 +50,6 @@ def _fake(
 
 
 class _Autograd(torch.autograd.Function):
-    """The gradients come from the reference, on every device."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -72,7 +70,7 @@ class _Autograd(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dweights = reference.indexer_logits_bwd(dlogits, *ctx.saved_tensors)
+        dq, dk, dweights = torch.ops.dsa.indexer_logits_bwd(dlogits, *ctx.saved_tensors)
         return None, dq, dk, dweights, *(None,) * 4
 
 

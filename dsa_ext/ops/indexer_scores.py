@@ -9,8 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
-from dsa_ext.ops._checks import check_same_device, check_tensor
-from dsa_ext.ops._indexer import CPU_DTYPES, check_heads
+from dsa_ext.ops._indexer import check_listed
 from dsa_ext.ops._library import explain_missing_cuda, gradient_wanted, library
 
 _OP = "indexer_scores"
@@ -23,30 +22,17 @@ explain_missing_cuda(_OP)
 _redispatch: Callable[..., Tensor] = torch.ops.dsa.indexer_scores.default.redispatch
 
 
-def _check(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> None:
-    dtype = q.dtype if q.device.type == "cpu" and q.dtype in CPU_DTYPES else torch.bfloat16
-    check_tensor(_OP, "q", q, dtype, S=None, Hi=None, Di=None)
-    seq, heads, dim = q.shape
-    check_tensor(_OP, "k", k, dtype, S_kv=None, Di=dim)
-    check_tensor(_OP, "weights", weights, reference.sparse_mla.compute_dtype(q), S=seq, Hi=heads)
-    check_tensor(_OP, "indices", indices, torch.int32, S=seq, K=None)
-    check_heads(_OP, heads, dim)
-    check_same_device(_OP, "q", q, k=k, weights=weights, indices=indices)
-
-
 def _cpu(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    _check(q, k, weights, indices)
+    check_listed(_OP, q, k, weights, indices)
     return reference.indexer_scores(q, k, weights, indices)
 
 
 def _fake(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    _check(q, k, weights, indices)
+    check_listed(_OP, q, k, weights, indices)
     return q.new_empty(indices.shape, dtype=reference.sparse_mla.compute_dtype(q))
 
 
 class _Autograd(torch.autograd.Function):
-    """The gradients come from the reference, on every device."""
-
     @staticmethod
     def forward(
         ctx: Any, keyset: torch._C.DispatchKeySet, q: Tensor, k: Tensor, weights: Tensor, indices: Tensor
@@ -59,7 +45,7 @@ class _Autograd(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *reference.indexer_scores_bwd(dscores, *ctx.saved_tensors), None
+        return None, *torch.ops.dsa.indexer_scores_bwd(dscores, *ctx.saved_tensors), None
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Tensor) -> Tensor:

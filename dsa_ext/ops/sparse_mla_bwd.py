@@ -8,7 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor
-from dsa_ext.ops._library import explain_missing_cuda, library
+from dsa_ext.ops._library import explain_missing_cuda, follow_deterministic_switch, library
 from dsa_ext.ops._sparse_mla import check_inputs
 
 _OP = "sparse_mla_bwd"
@@ -93,24 +93,8 @@ def _fake(
     return q.new_empty(q.shape), kv.new_empty(kv.shape), d_sink
 
 
-#: The values of the arguments from sm_scale on that the dispatcher leaves out because they are the defaults.
-_DEFAULTS: tuple[Any, ...] = (None, 512, True, 0, 1, None, None, None, False)
-_REQUIRED = 6
-
-
-def _above_devices(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`deterministic` is implied by torch.use_deterministic_algorithms. Gradients have no gradients of their own."""
-    if torch.are_deterministic_algorithms_enabled():
-        args = args + _DEFAULTS[len(args) - _REQUIRED :]
-        args = (*args[:-1], True)
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.dsa.sparse_mla_bwd.default.redispatch(
-        keyset & torch._C._after_autograd_keyset, *args
-    )
-    return result
-
-
 library.impl(_OP, _cpu, "CPU")
-library.impl(_OP, _above_devices, "Autograd", with_keyset=True)
+follow_deterministic_switch(_OP, (None, 512, True, 0, 1, None, None, None, False))
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 
 

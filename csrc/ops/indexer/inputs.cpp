@@ -5,6 +5,15 @@
 #include <algorithm>
 
 namespace dsa::indexer {
+namespace {
+
+void check_heads(const char* op, int64_t heads, int64_t dim) {
+  DSA_CHECK(heads == 8 || heads == 16 || heads == 32 || heads == 64, op, ": q's heads must be 8, 16, 32 or 64, got ",
+            heads);
+  DSA_CHECK(dim == 64 || dim == 128, op, ": q's columns must be 64 or 128, got ", dim);
+}
+
+}  // namespace
 
 void check_inputs(const char* op, Scoring& scoring) {
   const auto& [q, k, weights, ks, ke, k_scale] = scoring;
@@ -21,9 +30,7 @@ void check_inputs(const char* op, Scoring& scoring) {
   } else {
     DSA_CHECK(!k_scale, op, ": k_scale must be None beside bfloat16, got ", describe(*k_scale));
   }
-  DSA_CHECK(heads == 8 || heads == 16 || heads == 32 || heads == 64, op, ": q's heads must be 8, 16, 32 or 64, got ",
-            heads);
-  DSA_CHECK(dim == 64 || dim == 128, op, ": q's columns must be 64 or 128, got ", dim);
+  check_heads(op, heads, dim);
 
   check_rows_aligned(op, "q", q);
   check_rows_aligned(op, "k", k);
@@ -36,6 +43,27 @@ void check_inputs(const char* op, Scoring& scoring) {
     check_same_device(op, "k_scale", *k_scale, "q", q);
     scoring.k_scale = torch::stable::contiguous(*k_scale);
   }
+}
+
+void check_rows(const char* op, const Tensor& q, const Tensor& k, const Tensor& weights) {
+  check_tensor(op, "q", q, ScalarType::BFloat16, {{"S"}, {"Hi"}, {"Di"}});
+  const int64_t seq = q.size(0), heads = q.size(1), dim = q.size(2);
+  check_tensor(op, "k", k, ScalarType::BFloat16, {{"S_kv"}, {"Di", dim}});
+  check_tensor(op, "weights", weights, ScalarType::Float, {{"S", seq}, {"Hi", heads}});
+  check_heads(op, heads, dim);
+  check_rows_aligned(op, "q", q);
+  check_rows_aligned(op, "k", k);
+  DSA_CHECK(k.size(0) <= 1 || k.stride(0) < (int64_t{1} << 31), op,
+            ": k's rows must be less than 2^31 elements apart, got a stride of ", k.stride(0));
+  check_same_device(op, "k", k, "q", q);
+  check_same_device(op, "weights", weights, "q", q);
+}
+
+void check_listed(const char* op, const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& indices) {
+  check_rows(op, q, k, weights);
+  check_tensor(op, "indices", indices, ScalarType::Int, {{"S", q.size(0)}, {"K"}});
+  check_last_stride(op, "indices", indices);
+  check_same_device(op, "indices", indices, "q", q);
 }
 
 indexer_logits::Params params_of(const Scoring& scoring, int64_t first, int64_t count, const Tensor& logits,

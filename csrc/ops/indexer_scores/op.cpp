@@ -1,6 +1,7 @@
 // dsa::indexer_scores on CUDA: argument checks, allocation, launch. docs/indexer.md has the maths.
 #include <cstdint>
 
+#include "ops/indexer/inputs.h"
 #include "ops/indexer_scores/params.h"
 #include "torch/abi.h"
 
@@ -10,22 +11,8 @@ namespace {
 constexpr char kOp[] = "dsa::indexer_scores";
 
 Tensor indexer_scores(Tensor q, Tensor k, Tensor weights, Tensor indices) {
-  check_tensor(kOp, "q", q, ScalarType::BFloat16, {{"S"}, {"Hi"}, {"Di"}});
+  indexer::check_listed(kOp, q, k, weights, indices);
   const int64_t seq = q.size(0), heads = q.size(1), dim = q.size(2);
-  check_tensor(kOp, "k", k, ScalarType::BFloat16, {{"S_kv"}, {"Di", dim}});
-  check_tensor(kOp, "weights", weights, ScalarType::Float, {{"S", seq}, {"Hi", heads}});
-  check_tensor(kOp, "indices", indices, ScalarType::Int, {{"S", seq}, {"K"}});
-  DSA_CHECK(heads == 8 || heads == 16 || heads == 32 || heads == 64, kOp, ": q's heads must be 8, 16, 32 or 64, got ",
-            heads);
-  DSA_CHECK(dim == 64 || dim == 128, kOp, ": q's columns must be 64 or 128, got ", dim);
-  check_rows_aligned(kOp, "q", q);
-  check_rows_aligned(kOp, "k", k);
-  DSA_CHECK(k.size(0) <= 1 || k.stride(0) < (int64_t{1} << 31), kOp,
-            ": k's rows must be less than 2^31 elements apart, got a stride of ", k.stride(0));
-  check_last_stride(kOp, "indices", indices);
-  check_same_device(kOp, "k", k, "q", q);
-  check_same_device(kOp, "weights", weights, "q", q);
-  check_same_device(kOp, "indices", indices, "q", q);
   const Device device = hopper_device(kOp, "q", q);
   const int device_index = q.get_device_index();
   const DeviceGuard guard(device_index);

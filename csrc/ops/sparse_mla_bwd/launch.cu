@@ -53,35 +53,47 @@ const char* launch_queries(Params& p, int64_t first_query, int64_t queries, cuda
   return error;
 }
 
-const char* clear(void* data, int64_t bytes, cudaStream_t stream) {
-  if (data == nullptr || bytes == 0) return nullptr;
-  const cudaError_t error = cudaMemsetAsync(data, 0, bytes, stream);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+constexpr int kSlotThreads = 256;
+
+// One thread a slot.
+__global__ void __launch_bounds__(kSlotThreads) list_slots_kernel(const __grid_constant__ Params p, int slots) {
+  const int i = blockIdx.x * kSlotThreads + threadIdx.x;
+  if (i >= slots) return;
+  const int blocks = head_blocks(p.heads, p.groups), slot = i % p.topk, row = i / p.topk, group = row % p.groups;
+  const int query = p.first_item / (p.groups * blocks) + row / p.groups, b = query / p.seq_q, s = query % p.seq_q;
+  const int used = sm90::used_slots(
+      p.topk, p.topk_length ? p.topk_length + b * p.topk_length_stride_b + s * p.topk_length_stride_s : nullptr);
+  const int id = p.indices[b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g + slot];
+  const int id_end = sm90::visible_end(p.seq_kv, p.causal, p.q_start, p.positions_per_key, s);
+  const bool visible = slot < used && sm90::is_visible(id, id_end);
+  p.dkv.slot_keys[0][i] = visible ? (unsigned(b) * p.seq_kv + id) * p.groups + group : unsigned(p.dkv.keys);
+  p.dkv.slot_rows[0][i] = unsigned(row) * blocks * p.topk + slot;
 }
 
 // All queries at once add to sums of dkv, which are rounded in the end.
-const char* launch_adding(Params p, int64_t queries, int64_t keys, cudaStream_t stream) {
-  const int64_t sums = keys * p.d_qk, pieces = sums / kCastColumns;
-  const char* error = clear(p.dkv_sum, sums * sizeof(float), stream);
-  if (error == nullptr) error = clear(p.finished, sizeof(int), stream);
-  if (error == nullptr && queries > 0) error = launch_queries<false>(p, 0, queries, stream);
-  if (error == nullptr && pieces > 0) {
-    error = launch_kernel<cast_kernel>(p.device, blocks_of(pieces, kCastThreads), kCastThreads, 0, stream, p, pieces);
+const char* launch_adding(Params p, int64_t queries, cudaStream_t stream) {
+  const char* error = key_sums::clear_sums(p.dkv, stream);
+  if (error == nullptr && p.finished != nullptr) {
+    const cudaError_t cleared = cudaMemsetAsync(p.finished, 0, sizeof(int), stream);
+    if (cleared != cudaSuccess) error = cudaGetErrorString(cleared);
   }
+  if (error == nullptr && queries > 0) error = launch_queries<false>(p, 0, queries, stream);
+  if (error == nullptr) error = key_sums::round_sums(p.dkv, stream);
   return error;
 }
 
 // As many queries as there is room for their rows, and the sums of these; then the next.
-const char* launch_deterministic(Params p, int64_t queries, int64_t keys, cudaStream_t stream) {
-  const char* error = queries == 0 ? clear(p.dkv, keys * p.d_qk * sizeof(Bf16), stream) : nullptr;
+const char* launch_deterministic(Params p, int64_t queries, cudaStream_t stream) {
+  const char* error = queries == 0 ? key_sums::clear_result(p.dkv, stream) : nullptr;
   for (int64_t first = 0; error == nullptr && first < queries; first += p.queries_at_once) {
     const int64_t taken = std::min(p.queries_at_once, queries - first);
+    const int slots = static_cast<int>(taken * p.groups * p.topk);
     error = launch_queries<true>(p, first, taken, stream);
-    if (error == nullptr && keys > 0) error = sort_slots(p, taken, stream);
-    if (error == nullptr && keys > 0) {
-      error = launch_kernel<sum_rows_kernel>(p.device, blocks_of(keys, kSumKeys), dim3(p.d_qk / kRowColumns, kSumKeys),
-                                             0, stream, p, keys, first == 0, first + taken == queries);
+    if (error == nullptr && slots > 0) {
+      error = launch_kernel<list_slots_kernel>(p.device, blocks_of(slots, kSlotThreads), kSlotThreads, 0, stream, p,
+                                               slots);
     }
+    if (error == nullptr) error = key_sums::sum_rows(p.dkv, slots, first == 0, first + taken == queries, stream);
   }
   return error;
 }
@@ -90,10 +102,9 @@ const char* launch_deterministic(Params p, int64_t queries, int64_t keys, cudaSt
 
 const char* launch(const Params& p, void* s) {
   const auto stream = static_cast<cudaStream_t>(s);
-  const int64_t keys = int64_t(p.batch) * p.seq_kv * p.groups;
   const int64_t queries = p.heads > 0 ? int64_t(p.batch) * p.seq_q : 0;
   const char* error =
-      p.deterministic ? launch_deterministic(p, queries, keys, stream) : launch_adding(p, queries, keys, stream);
+      p.deterministic ? launch_deterministic(p, queries, stream) : launch_adding(p, queries, stream);
   if (error == nullptr && p.attn_sink != nullptr) {
     error =
         launch_kernel<sink_kernel>(p.device, blocks_of(p.heads, kSinkHeads), dim3(kSinkHeads, kSinkRows), 0, stream, p);

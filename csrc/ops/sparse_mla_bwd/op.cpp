@@ -4,6 +4,7 @@
 #include <optional>
 #include <tuple>
 
+#include "ops/key_sums/buffers.h"
 #include "ops/sparse_mla/inputs.h"
 #include "ops/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla_bwd/params.h"
@@ -51,7 +52,6 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   if (dlse) dlse = aligned_contiguous(*dlse);
 
   Tensor dq = empty({batch, seq_q, heads, d_qk}, ScalarType::BFloat16, device_index);
-  Tensor dkv = empty({batch, seq_kv, groups, d_qk}, ScalarType::BFloat16, device_index);
   Tensor d_sink = empty({attn_sink ? heads : 0}, ScalarType::Float, device_index);
   Tensor sink_terms = empty({attn_sink ? batch * seq_q * heads : 0}, ScalarType::Float, device_index);
   Tensor finished = empty({1}, ScalarType::Int, device_index);
@@ -62,7 +62,6 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   params.lse = static_cast<const float*>(lse.data_ptr());
   params.dlse = dlse ? static_cast<const float*>(dlse->data_ptr()) : nullptr;
   params.dq = dq.data_ptr();
-  params.dkv = dkv.data_ptr();
   params.d_sink = static_cast<float*>(d_sink.data_ptr());
   params.sink_terms = static_cast<float*>(sink_terms.data_ptr());
   params.deterministic = deterministic;
@@ -85,25 +84,15 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   params.dq_parts = static_cast<float*>(dq_parts.data_ptr());
 
   const bool adds_up = !deterministic || params.queries_at_once < queries;
-  Tensor dkv_sum = empty({adds_up ? keys : 0, d_qk}, ScalarType::Float, device_index);
-  params.dkv_sum = static_cast<float*>(dkv_sum.data_ptr());
-
-  std::optional<Tensor> dkv_rows, slots, sort_space;
-  if (deterministic) {
-    const int64_t slots_at_once = params.queries_at_once * groups * params.topk;
-    dkv_rows = empty({params.queries_at_once * items_of_query, params.topk, d_qk}, ScalarType::BFloat16, device_index);
-    slots = empty({4 * slots_at_once + keys + 1}, ScalarType::Int, device_index);
-    params.sort_bytes = sort_bytes(slots_at_once, keys);
-    sort_space = empty({params.sort_bytes}, ScalarType::Byte, device_index);
-    params.dkv_rows = dkv_rows->data_ptr();
-    auto* next = static_cast<unsigned*>(slots->data_ptr());
-    for (unsigned** array : {params.slot_keys, params.slot_keys + 1, params.slot_rows, params.slot_rows + 1}) {
-      *array = next;
-      next += slots_at_once;
-    }
-    params.key_starts = next;
-    params.sort_space = sort_space->data_ptr();
-  } else {
+  const int64_t slots = deterministic ? params.queries_at_once * groups * params.topk : 0;
+  params.dkv.keys = keys;
+  params.dkv.columns = params.d_qk;
+  params.dkv.device = device_index;
+  params.dkv.blocks = head_blocks(params.heads, params.groups);
+  params.dkv.block_stride = params.topk;
+  const auto dkv_buffers = key_sums::allocate(params.dkv, {batch, seq_kv, groups, d_qk}, adds_up, slots,
+                                              params.queries_at_once * items_of_query * params.topk);
+  if (!deterministic) {
     const int64_t sum_bytes = keys * d_qk * static_cast<int64_t>(sizeof(float));
     params.finished = sum_bytes > kKeepApart ? static_cast<int*>(finished.data_ptr()) : nullptr;
     params.spread = params.finished == nullptr;
@@ -112,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
 
   const char* error = launch(params, current_stream(device_index));
   DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
-  return {dq, dkv, d_sink};
+  return {dq, dkv_buffers.front(), d_sink};
 }
 
 }  // namespace

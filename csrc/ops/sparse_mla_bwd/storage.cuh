@@ -59,7 +59,7 @@ struct Item {
   int id_end;                    // ids below are visible
   int first_slot, slots, tiles;  // of this part; tiles >= 1
   int64_t dq_part;               // its place in dq_parts; -1 for a whole item
-  int64_t first_row_of_dkv;      // that of first_slot in dkv_rows
+  int64_t first_row_of_dkv;      // that of first_slot among the rows of dkv
 
   __device__ __forceinline__ Item(const Params& p, int block) {
     int index = block, part = 0, parts = 1;
@@ -94,8 +94,8 @@ struct Item {
     const int64_t first_key = static_cast<int64_t>(b) * p.seq_kv * p.groups + group;
     return {p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g + first_slot,
             reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + b * p.kv_stride_b + group * p.kv_stride_g),
-            p.dkv_sum + first_key * p.d_qk,
-            static_cast<Bf16*>(p.dkv_rows) + first_row_of_dkv * p.d_qk,
+            p.dkv.sums + first_key * p.d_qk,
+            static_cast<Bf16*>(p.dkv.rows) + first_row_of_dkv * p.d_qk,
             slots,
             id_end,
             tiles,
