@@ -36,6 +36,8 @@ bench: build
 	$(PY) bench/bench_sparse_mla_bwd.py
 	$(PY) bench/bench_attn_dist.py
 	$(PY) bench/bench_indexer_loss.py
+	$(PY) bench/bench_indexer_scores.py
+	$(PY) bench/bench_sparse_mla_layer.py
 	$(PY) bench/bench_indexer.py
 
 tables: build

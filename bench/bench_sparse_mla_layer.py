@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 from common import Case, grouped_bars, make_case, measure_all, parse_arguments, pyplot, report, time_versus
 from torch import Tensor
@@ -250,8 +249,8 @@ def plot(cases: list[Case], path: Path) -> None:
 
 def main() -> None:
     args = parse_arguments(__doc__)
-    common.TIMER = "CUDA events, median"  # do_bench would take eight steps at least
-    report(OP, measure_all(OP, specs(), measure, args.only), None if args.only else args.out, plot)
+    cases = measure_all(OP, specs(), measure, args.only)
+    report(OP, cases, None if args.only else args.out, plot, timer="CUDA events, median")
 
 
 if __name__ == "__main__":

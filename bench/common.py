@@ -119,9 +119,9 @@ def machine() -> dict[str, str]:
     }
 
 
-def write_results(op: str, cases: Sequence[Case], folder: Path) -> Path:
+def write_results(op: str, cases: Sequence[Case], folder: Path, timer: str) -> Path:
     """Writes <op>.json: one line a case, so that a new measurement reads well in a diff."""
-    head = {"op": op, **machine(), "timer": TIMER, "csrc_sha256": csrc_sha256()}
+    head = {"op": op, **machine(), "timer": timer, "csrc_sha256": csrc_sha256()}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     rows = ",\n".join("  " + json.dumps(case) for case in cases)
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,16 +142,19 @@ def causal_indices(seq: int, topk: int, generator: torch.Generator) -> Tensor:
     return indices.masked_fill(indices == seq, -1).int()[None, :, None]
 
 
-def report(op: str, cases: Sequence[Case], folder: Path | None, plot: Callable[[Any, Path], None]) -> None:
+def report(
+    op: str, cases: Sequence[Case], folder: Path | None, plot: Callable[[Any, Path], None], timer: str = TIMER
+) -> None:
     """Prints a line a case and, where there is a folder, writes the result file and the plot there."""
     units = {"tflops": "TFLOP/s", "tbps": "TB/s", "extra_mb": "MB"}
     for case in cases:
         rates = "".join(f"{case[key]:9.2f} {unit}" for key, unit in units.items() if case.get(key) is not None)
         ratio = f"{case['ratio']:8.3f} x {case['peer']}" if case["ratio"] else ""
+        glue = f"{case['glue']:8.1%} glue" if "glue" in case else ""
         versus = "".join(f"{value:8.3f} x time of {name}" for name, value in case.get("time_vs", {}).items())
-        print(f"{case['name']:<36}{case['ms']:>11.4f} ms{rates}{ratio}{versus}")
+        print(f"{case['name']:<36}{case['ms']:>11.4f} ms{rates}{ratio}{glue}{versus}")
     if folder is not None:
-        path = write_results(op, cases, folder)
+        path = write_results(op, cases, folder, timer)
         plot(cases, path.with_suffix(".png"))
         print(f"wrote {path} and {path.with_suffix('.png').name}")
 

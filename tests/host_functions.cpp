@@ -4,6 +4,7 @@
 
 #include "ops/indexer_logits/config.h"
 #include "ops/indexer_topk/plan.h"
+#include "ops/indexer_bwd/config.h"
 #include "ops/listed_keys/config.h"
 #include "ops/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla_fwd/config.h"
@@ -39,6 +40,9 @@ PYBIND11_MODULE(host_functions, m) {
   bwd.attr("configs") = bwd_configs;  // (d_qk, d_v)
 
   m.def_submodule("listed_keys").attr("threads") = dsa::listed_keys::kThreads;
+  auto indexer_bwd = m.def_submodule("indexer_bwd");
+  indexer_bwd.attr("threads") = dsa::indexer_bwd::kThreads;
+  indexer_bwd.def("groups_at_once", dsa::indexer_bwd::groups_at_once);
   m.def_submodule("indexer_logits").attr("threads") = dsa::indexer_logits::kThreads;
   m.def_submodule("indexer_topk").def("queries_at_once", &dsa::indexer_topk::queries_at_once);
   py::module_ select = m.def_submodule("topk_select");

@@ -7,6 +7,7 @@ import itertools
 import math
 
 import torch
+from torch import Tensor
 
 import dsa_ext
 from dsa_ext import reference
@@ -20,7 +21,15 @@ from dsa_ext.testing.inputs import (
     strided_copy,
     strided_rows,
 )
-from dsa_ext.testing.tolerances import backward_errors, check_dist, check_selected, forward_errors, logits_errors
+from dsa_ext.testing.tolerances import (
+    GRADIENT_SIMILARITY,
+    backward_errors,
+    check_dist,
+    check_selected,
+    forward_errors,
+    logits_errors,
+    similarity_error,
+)
 
 # (S, S_kv, H, G, K, Dqk): one tile, several tiles, partial heads, groups, keys split over CTAs, nothing to see, several
 # queries a CTA.
@@ -96,7 +105,7 @@ def indexer(seq: int, s_kv: int, topk: int) -> None:
 
 
 def indexer_training(seq: int, s_kv: int, topk: int) -> None:
-    for heads, dim in itertools.product((8, 32, 64), (64, 128)):
+    for heads, dim in itertools.product((8, 16, 32, 64), (64, 128)):
         inputs = make_indexer_inputs(seq, s_kv, heads, dim, dtype=torch.bfloat16, device="cuda")
         indices = torch.arange(seq * topk, device="cuda", dtype=torch.int32).view(seq, topk) * 7 % (s_kv + 1) - 1
         args = (strided_copy(inputs.q), strided_rows(inputs.k), strided_rows(inputs.weights), strided_rows(indices, -1))
@@ -107,6 +116,19 @@ def indexer_training(seq: int, s_kv: int, topk: int) -> None:
         torch.testing.assert_close(
             loss, reference.indexer_loss(scores, torch.ones_like(scores))[0], rtol=1e-4, atol=1e-4
         )
+        for deterministic in (False, True):
+            dscores = scores.masked_fill(indices < 0, torch.nan)
+            got = torch.ops.dsa.indexer_scores_bwd(dscores, *args, deterministic)
+            check_gradients(got, reference.indexer_scores_bwd(*(t.double() for t in (dscores, *args[:3])), indices))
+            dlogits = torch.randn(seq, s_kv, device="cuda")
+            got = torch.ops.dsa.indexer_logits_bwd(dlogits, *args[:3], inputs.ks, inputs.ke, deterministic)
+            wide = (t.double() for t in (dlogits, *args[:3]))
+            check_gradients(got, reference.indexer_logits_bwd(*wide, inputs.ks, inputs.ke))
+
+
+def check_gradients(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert similarity_error(a, b) <= GRADIENT_SIMILARITY
 
 
 def main() -> None:

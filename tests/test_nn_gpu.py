@@ -15,7 +15,7 @@ DEVICE = "cuda"
 HIDDEN, Q_LORA_RANK, SEQ = 256, 192, 200
 #: Largest |a - b| / |b| between bf16 and float64, over a whole tensor: of what is made, and of gradients. In the
 #: indexer's, products that are nearly 0 fall on the other side of its relu; where one in 500 does, that alone is 0.045.
-OUTPUT, GRADIENT, INDEXER_GRADIENT = 0.01, 0.02, 0.06
+OUTPUT, GRADIENT, INDEXER_GRADIENT = 0.01, 0.02, 0.1
 all_phases = pytest.mark.parametrize("phase", ["dense", "warmup", "sparse"])
 
 

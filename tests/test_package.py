@@ -46,7 +46,10 @@ def tool(name: str) -> str:
 def test_operators_are_registered() -> None:
     for op in ops.__all__:
         overload = getattr(torch.ops.dsa, op).default
-        for key in ("CPU", "CUDA", "Meta", "Autograd"):
+        # What is made of other operators has one implementation for all devices.
+        made_of_others = op == "indexer_dense_loss"
+        devices = ("CompositeExplicitAutograd",) if made_of_others else ("CPU", "CUDA", "Meta")
+        for key in (*devices, "Autograd"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key), (op, key)
 
 
@@ -166,19 +169,20 @@ SOURCES = [
     "indexer_logits/launch_bf16",
     "topk_select/launch",
     "indexer_loss/launch",
+    "indexer_bwd/launch",
 ]
 
 
 def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
-    fwd, bwd, listed, logits, select = (
+    fwd, bwd, listed, logits, select, gradients = (
         getattr(host_functions, op)
-        for op in ("sparse_mla_fwd", "sparse_mla_bwd", "listed_keys", "indexer_logits", "topk_select")
+        for op in ("sparse_mla_fwd", "sparse_mla_bwd", "listed_keys", "indexer_logits", "topk_select", "indexer_bwd")
     )
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # of heads and of columns
     select_shapes = 2 * (2 + 2)  # of dtypes, and of CTAs that hold their runs and that filter them
     listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
     bwd_others = ("combine_kernel", "sink_kernel", "list_slots_kernel")
-    sums_others = ("key_starts_kernel", "sum_rows_kernel")
+    gradients_others = ("merge_lists_kernel", "list_ranges_kernel", "list_slots_kernel")
     return {
         "sparse_mla_fwd/launch": Kernels(
             "sparse_mla_fwd_kernel", len(fwd.configs), fwd.threads, MLA, ("combine_kernel",)
@@ -203,6 +207,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             "topk_select_kernel", select_shapes, select.threads, ("UBLKCP", "ATOMS", "REDUX")
         ),
         "indexer_loss/launch": Kernels("indexer_loss_kernel", 1, 256, ("MUFU", "SHFL")),
+        # Of columns and of heads; one that adds to sums, and one that stores rows.
+        "indexer_bwd/launch": Kernels("indexer_bwd_kernel", 2 * 4 * 2, gradients.threads, MLA, gradients_others),
     }[source]
 
 
@@ -290,6 +296,14 @@ def test_plan_items(host_functions: ModuleType, items: int, topk: int, num_sms: 
 def test_queries_at_once(host_functions: ModuleType, items: int, topk: int, num_sms: int) -> None:
     queries = host_functions.sparse_mla_bwd.queries_at_once(items, topk, 576, num_sms)
     assert queries == 1 or queries * items * topk * 576 * 2 <= 2**30
+
+
+@given(groups=st.integers(1, 2**20), size=st.integers(0, 2**40), num_sms=st.integers(1, 200))
+def test_groups_at_once(host_functions: ModuleType, groups: int, size: int, num_sms: int) -> None:
+    at_once = host_functions.indexer_bwd.groups_at_once(groups, size, 2**30, num_sms)
+    assert 1 <= at_once <= groups
+    assert at_once == 1 or at_once * size <= 2**30
+    assert at_once == groups or at_once < num_sms or at_once % num_sms == 0
 
 
 def test_queries_at_once_fill_waves(host_functions: ModuleType) -> None:

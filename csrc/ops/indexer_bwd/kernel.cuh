@@ -285,6 +285,7 @@ __device__ __forceinline__ void sum_queries(SharedStorage<kColumns, kHeads>& sha
   Ring<SharedStorage<kColumns, kHeads>::kTiles> ring;
   Ring<kDerivatives> derivatives;
   for (;; ring.advance(), derivatives.advance()) {
+    wait(&shared.full[ring.slot], ring.parity);
     wait(&shared.derivatives_full[derivatives.slot], derivatives.parity);
     const auto& step = shared.steps[ring.slot];
     if (step.first_entry == kAllEnd) break;
@@ -393,15 +394,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  constexpr int kStart = 65536 / kThreads;
+  constexpr Registers kRegisters = registers_of(kColumns);
+  static_assert(kScoreWarpgroups * kRegisters.score + kRegisters.query + kRegisters.gather <=
+                kThreads / kWarpgroupThreads * kStartRegisters);
   if (warpgroup < kScoreWarpgroups) {
-    set_registers<kScoreRegisters, kStart>();
+    set_registers<kRegisters.score, kStartRegisters>();
     score<kColumns, kHeads, kDeterministic>(shared, p, warpgroup, thread);
   } else if (warpgroup == kScoreWarpgroups) {
-    set_registers<kQueryRegisters, kStart>();
+    set_registers<kRegisters.query, kStartRegisters>();
     sum_queries<kColumns, kHeads>(shared, p, dq_map, thread);
   } else {
-    set_registers<kGatherRegisters, kStart>();
+    set_registers<kRegisters.gather, kStartRegisters>();
     gather<kColumns, kHeads>(shared, p, q_map, thread);
   }
 }
