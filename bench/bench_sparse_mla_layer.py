@@ -31,7 +31,7 @@ TOPK = 2048
 HIDDEN_SIZE = {128: 7168, 64: 4096, 16: 2048}
 #: Between the layer and its peer, which round to bf16 at other places: see similarity_error.
 LAYER_SIMILARITY = 1e-4
-MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm_.default)
 #: Some 10 ms, in which the host gets ahead of the GPU, as it is between the layers of a model.
 LEAD_CYCLES = 20_000_000
 #: PyTorch's attention, the fastest first. Flash attention wants values as wide as keys; cuDNN does not, but in versions

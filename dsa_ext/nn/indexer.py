@@ -79,8 +79,7 @@ class LightningIndexer(nn.Module):
         return IndexerTensors(q, k, weights * (self.head_dim * self.heads) ** -0.5)
 
     def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
-        rotated, rest = x.split([self.rope_dim, self.head_dim - self.rope_dim], dim=-1)
-        x = torch.cat([apply_rope(rotated, positions, self.rope_theta), rest], dim=-1)
+        x = apply_rope(x, positions, self.rope_theta, columns=self.rope_dim)
         if self.hadamard is not None:
             x = x @ self.hadamard
         return x
@@ -96,15 +95,17 @@ class LightningIndexer(nn.Module):
             k, k_scale = _quantised(k)
             weights = weights.float() * q_scale
         ids, _ = functional.indexer_topk(q, k, weights, starts, ends, topk, k_scale=k_scale)
-        ids = torch.where(ids >= 0, ids - starts[:, None], -1)
+        if len(tensors.k) > 1:
+            ids = torch.where(ids >= 0, ids - starts[:, None], -1)
         return ids.view(*tensors.k.shape[:2], topk)
 
     def scores(self, tensors: IndexerTensors, ids: Tensor) -> Tensor:
         """Scores of the listed keys [B, S, K], -inf where an id is negative. Differentiable."""
         q, k, weights = (t.flatten(0, 1) for t in tensors)
-        starts, _ = _bounds(tensors.k)
-        rows = ids.flatten(0, 1)
-        packed = torch.where(rows >= 0, rows + starts[:, None], -1)
+        packed = ids.flatten(0, 1)
+        if len(tensors.k) > 1:
+            starts, _ = _bounds(tensors.k)
+            packed = torch.where(packed >= 0, packed + starts[:, None], -1)
         return functional.indexer_scores(q, k, weights, packed).view(ids.shape)
 
     def logits(self, tensors: IndexerTensors) -> Tensor:
@@ -122,8 +123,7 @@ def _bounds(k: Tensor) -> tuple[Tensor, Tensor]:
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in float8_e4m3fn, and what to multiply each with, fp32."""
-    x = x.float()
-    scale = x.abs().amax(-1).clamp(min=1e-4) / torch.finfo(_FP8).max
+    scale = torch.linalg.vector_norm(x, torch.inf, dim=-1).float().clamp(min=1e-4) / torch.finfo(_FP8).max
     return (x / scale[..., None]).to(_FP8), scale
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
+from dsa_ext.nn.heads import absorbed_queries, multiply_heads
 from dsa_ext.nn.indexer import LightningIndexer
-from dsa_ext.nn.rotary import apply_rope
+from dsa_ext.nn.rotary import apply_rope, rope_tables
 
 Phase = Literal["dense", "warmup", "sparse"]
 _PHASES = ("dense", "warmup", "sparse")
@@ -112,7 +113,7 @@ class SparseMLA(nn.Module):
         else:
             listed = _all_keys(x)
         latent, lse = self._attend(q, kv, listed)
-        out = self.o_proj(torch.einsum("bshc,hvc->bshv", latent, of_values).flatten(2))
+        out = self.o_proj(multiply_heads(latent, of_values.mT).flatten(2))
         if tensors is None or not torch.is_grad_enabled():
             return SparseMLAOutput(out, None, ids)
         q, kv, lse = q.detach(), kv.detach(), lse.detach()
@@ -146,18 +147,19 @@ class SparseMLA(nn.Module):
 
     def _queries(self, q_latent: Tensor, of_keys: Tensor) -> Tensor:
         """[B, S, H, kv_lora_rank + rope_dim]: heads brought to the latent's columns."""
-        q = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
-        q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
-        q_latent_columns = torch.einsum("bshd,hdc->bshc", q_nope, of_keys)
-        return torch.cat([q_latent_columns, self._rotated(q_rope)], dim=-1)
+        heads = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
+        return absorbed_queries(heads, of_keys, *rope_tables(heads, _positions(heads), self.rope_theta, self.rope_dim))
 
     def _keys(self, x: Tensor) -> Tensor:
         """[B, S, 1, kv_lora_rank + rope_dim]."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
-        return torch.cat([self.kv_a_layernorm(latent), self._rotated(k_rope)], dim=-1)[:, :, None]
+        return torch.cat([self.kv_a_layernorm(latent), apply_rope(k_rope, _positions(x), self.rope_theta)], dim=-1)[
+            :, :, None
+        ]
 
-    def _rotated(self, x: Tensor) -> Tensor:
-        return apply_rope(x, torch.arange(x.shape[1], device=x.device), self.rope_theta)
+
+def _positions(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device)
 
 
 def _all_keys(x: Tensor) -> Tensor:

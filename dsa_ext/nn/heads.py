@@ -1,0 +1,86 @@
+"""Products with a matrix a head, written where they are read from: without copies between layouts.
+
+A compiler arranges layouts itself, and gets the plain formulas.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
+
+from dsa_ext.nn.rotary import rotate_, rotated
+
+
+def _multiply(out: Tensor, x: Tensor, weights: Tensor) -> None:
+    """out [T, H, b] = x [T, H, a] times weights [H, a, b], head by head. `out` may be some columns of a tensor."""
+    out.transpose(0, 1).baddbmm_(x.transpose(0, 1), weights, beta=0)
+
+
+def _weight_gradient(x: Tensor, dout: Tensor) -> Tensor:
+    """[H, a, b]"""
+    return x.permute(1, 2, 0) @ dout.transpose(0, 1)
+
+
+class _MultiplyHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        out = x.new_empty(*x.shape[:-1], weights.shape[2])
+        _multiply(out.flatten(0, 1), x.flatten(0, 1), weights)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        x, weights = ctx.saved_tensors
+        dx = x.new_empty(x.shape)
+        _multiply(dx.flatten(0, 1), dout.flatten(0, 1), weights.mT)
+        return dx, _weight_gradient(x.flatten(0, 1), dout.flatten(0, 1))
+
+
+class _AbsorbedQueries(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, of_keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(heads, of_keys, cos, sin)
+        _, nope, latent = of_keys.shape
+        q = heads.new_empty(*heads.shape[:-1], latent + heads.shape[-1] - nope)
+        _multiply(q.flatten(0, 1)[..., :latent], heads.flatten(0, 1)[..., :nope], of_keys)
+        q[..., latent:] = heads[..., nope:]
+        rotate_(q[..., latent:], heads[..., nope:], cos, sin)
+        return q
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor) -> tuple[Tensor | None, ...]:
+        heads, of_keys, cos, sin = ctx.saved_tensors
+        _, nope, latent = of_keys.shape
+        dheads = heads.new_empty(heads.shape)
+        _multiply(dheads.flatten(0, 1)[..., :nope], dq.flatten(0, 1)[..., :latent], of_keys.mT)
+        dheads[..., nope:] = dq[..., latent:]
+        rotate_(dheads[..., nope:], dq[..., latent:], cos, -sin)
+        return dheads, _weight_gradient(heads.flatten(0, 1)[..., :nope], dq.flatten(0, 1)[..., :latent]), None, None
+
+
+def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
+    """x [B, S, H, a] times weights [H, a, b], head by head: [B, S, H, b]."""
+    if is_compiling():
+        return torch.einsum("bshc,hcd->bshd", x, weights)
+    result: Tensor = _MultiplyHeads.apply(x, weights)  # type: ignore[no-untyped-call]
+    return result
+
+
+def absorbed_queries(heads: Tensor, of_keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads brought to the latent's columns: [B, S, H, latent + rope].
+
+    Args:
+        heads: [B, S, H, nope + rope].
+        of_keys: [H, nope, latent], for the first columns of a head.
+        cos, sin: rope_tables for the last.
+    """
+    if is_compiling():
+        nope, rope = heads.split([of_keys.shape[1], heads.shape[-1] - of_keys.shape[1]], dim=-1)
+        return torch.cat([multiply_heads(nope, of_keys), rotated(rope, cos, sin)], dim=-1)
+    result: Tensor = _AbsorbedQueries.apply(heads, of_keys, cos, sin)  # type: ignore[no-untyped-call]
+    return result
