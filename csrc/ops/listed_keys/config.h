@@ -16,14 +16,18 @@ struct Config {
   int columns, heads;
 
   constexpr int chunks() const { return columns / kChunkColumns; }
-  // Chunks of keys: as many as there is room for, but at most kMaxTiles tiles.
+  // Chunks that keys arrive in together. Rows that come from HBM come faster in longer pieces; but with many heads the
+  // little room that Q leaves is better filled again chunk by chunk.
+  constexpr int slot_chunks() const { return heads > kBlockHeads ? 1 : columns == 576 ? 3 : std::min(2, chunks()); }
+  constexpr int parts() const { return chunks() / slot_chunks(); }  // of a tile
+  // Of one part each: as many as there is room for, but at most kMaxTiles tiles.
   constexpr int slots() const {
     constexpr int kMaxTiles = 12;
-    const int q_bytes = heads * columns * 2, slot_bytes = kTileKeys * kChunkColumns * 2;
-    return std::min(kMaxTiles * chunks(), (kSharedBytes - q_bytes) / slot_bytes);
+    const int q_bytes = heads * columns * 2, slot_bytes = kTileKeys * kChunkColumns * slot_chunks() * 2;
+    return std::min(kMaxTiles * parts(), (kSharedBytes - q_bytes) / slot_bytes);
   }
-  // Tiles whose keys' visibility is kept. It is read before the tile's last chunk is free again.
-  constexpr int visible_slots() const { return slots() / chunks() + 2; }
+  // Tiles whose keys' visibility is kept. It is read before the tile's last part is free again.
+  constexpr int visible_slots() const { return slots() / parts() + 2; }
 };
 
 }  // namespace dsa::listed_keys

@@ -1,7 +1,7 @@
 // What each key that a query lists gets from all heads: sums over heads of a function of q_h.k_i.
 //
-// A CTA walks over queries. One warpgroup gathers: Q, and keys in tiles of 64, chunk by chunk of 64 columns through a
-// ring of slots, so that a slot is free again as soon as its chunk has been multiplied. The two others take the tiles
+// A CTA walks over queries. One warpgroup gathers: Q, and keys in tiles of 64, in parts of some columns through a ring
+// of slots, so that a slot is free again as soon as its part has been multiplied. The two others take the tiles
 // in turn. Heads are the columns of the products, S^T = K Q^T, so that a thread holds a quarter of all heads of two
 // keys: while one warpgroup takes exponentials and adds them up, the other multiplies.
 #pragma once
@@ -51,10 +51,10 @@ struct Indexer {
 template <Config kC>
 struct SharedStorage {
   alignas(1024) Bf16 q[kC.heads * kC.columns];
-  alignas(1024) Bf16 keys[kC.slots()][kChunkElements];
+  alignas(1024) Bf16 keys[kC.slots()][kC.slot_chunks() * kChunkElements];
   uint32_t visible[kC.visible_slots()][4];              // of a tile, see publish_visible
   float sums[2][kScoreWarpgroups][kWarpsPerWarpgroup];  // of a row, for two items in turn
-  uint64_t q_full[kC.chunks()], q_empty[kC.chunks()];
+  uint64_t q_full[kC.parts()], q_empty[kC.parts()];
   uint64_t full[kC.slots()], empty[kC.slots()];
   uint64_t visible_full[kC.visible_slots()];
   uint64_t others_written[2];  // for two items in turn
@@ -124,15 +124,18 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
       load_ids();
       publish_visible(shared.visible[visible_ring.slot], rows, thread);
       if (thread % kWarpThreads == 0) arrive(&shared.visible_full[visible_ring.slot]);
-      cute::for_each(cute::make_int_sequence<kC.chunks()>{}, [&](auto chunk) {
+      cute::for_each(cute::make_int_sequence<kC.parts()>{}, [&](auto part) {
+        constexpr int kBegin = part * kC.slot_chunks(), kEnd = kBegin + kC.slot_chunks();
         if (tile == 0 && thread == 0) {
-          wait(&shared.q_empty[chunk], q_parity);
-          arrive_and_expect(&shared.q_full[chunk], kC.heads * kSwizzleRowBytes);
-          tma_load(shared.q + chunk * kC.heads * kChunkColumns, &q_map,
-                   {chunk * kChunkColumns, 0, item.group, item.s, item.b}, &shared.q_full[chunk]);
+          wait(&shared.q_empty[part], q_parity);
+          arrive_and_expect(&shared.q_full[part], kC.slot_chunks() * kC.heads * kSwizzleRowBytes);
+          for (int chunk = kBegin; chunk < kEnd; ++chunk) {
+            tma_load(shared.q + chunk * kC.heads * kChunkColumns, &q_map,
+                     {chunk * kChunkColumns, 0, item.group, item.s, item.b}, &shared.q_full[part]);
+          }
         }
         wait(&shared.empty[ring.slot], ring.parity ^ 1);
-        rows.template copy<chunk, chunk, chunk + 1>(shared_address(shared.keys[ring.slot]) + piece_offset);
+        rows.template copy<kBegin, kBegin, kEnd>(shared_address(shared.keys[ring.slot]) + piece_offset);
         arrive_after_copies(&shared.full[ring.slot]);
         ring.advance();
       });
@@ -145,7 +148,7 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
 template <Config kC, class Function>
 __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, int warpgroup, int thread) {
   using namespace cute;
-  constexpr int kChunks = kC.chunks(), kSteps = kChunkColumns / 16, kBlocks = kC.heads > kBlockHeads ? 2 : 1;
+  constexpr int kParts = kC.parts(), kSteps = kC.slot_chunks() * kChunkColumns / 16, kBlocks = kC.heads > kBlockHeads ? 2 : 1;
   constexpr int kColumns = kC.heads / 4;  // of a thread's part of the scores
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   // In the end a lane has the sum of one key.
@@ -159,13 +162,14 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       slice.partition_fragment_B(make_tensor(make_smem_ptr(shared.q), HeadsByColumns<kC.heads, kC.columns>{}));
   const Tensor r_keys = slice.partition_fragment_A(
       make_tensor(make_smem_ptr(shared.keys[0]),
-                  tile_to_shape(GMMA::Layout_K_SW128_Atom<Bf16>{}, Shape<_64, Int<kChunkColumns>, Int<kC.slots()>>{})));
+                  tile_to_shape(GMMA::Layout_K_SW128_Atom<Bf16>{},
+                                Shape<_64, Int<kC.slot_chunks() * kChunkColumns>, Int<kC.slots()>>{})));
   Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kC.heads>>{});
 
   // Tiles of all items are one sequence, of which the warpgroups take every other.
   Ring<kC.slots()> ring;
   Ring<kC.visible_slots()> visible_ring;
-  if (warpgroup == 1) ring.advance(kChunks), visible_ring.advance();
+  if (warpgroup == 1) ring.advance(kParts), visible_ring.advance();
   int tiles_before = 0;
   uint32_t item_count = 0;
   for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
@@ -190,35 +194,35 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       const bool visible = shared.visible[visible_ring.slot][warp_key / 4] >> (warp_key % 4 * 8 + warp) & 1;
       visible_ring.advance(kScoreWarpgroups);
       int slot_before = 0;
-      const auto release = [&](int chunk, int slot) {
+      const auto release = [&](int part, int slot) {
         if (lane != 0) return;
         arrive(&shared.empty[slot]);
-        if (is_last) arrive(&shared.q_empty[chunk]);
+        if (is_last) arrive(&shared.q_empty[part]);
       };
       warpgroup_fence_operand(r_s);
       mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        if (is_first) wait(&shared.q_full[chunk], q_parity);
+      for (int part = 0; part < kParts; ++part) {
+        if (is_first) wait(&shared.q_full[part], q_parity);
         wait(&shared.full[ring.slot], ring.parity);
         fence_async_proxy();
         warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          gemm(mma, r_keys(_, 0, step, ring.slot), r_q(_, 0, chunk * kSteps + step), r_s(_, 0, 0));
+          gemm(mma, r_keys(_, 0, step, ring.slot), r_q(_, 0, part * kSteps + step), r_s(_, 0, 0));
           mma.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
-        if (chunk > 0) {
+        if (part > 0) {
           warpgroup_wait<1>();
-          release(chunk - 1, slot_before);
+          release(part - 1, slot_before);
         }
         slot_before = ring.slot;
         ring.advance();
       }
       warpgroup_wait<0>();
-      release(kChunks - 1, slot_before);
-      ring.advance(kChunks);
+      release(kParts - 1, slot_before);
+      ring.advance(kParts);
       warpgroup_fence_operand(r_s);
 
       float sums[kBlocks][2] = {};
@@ -245,9 +249,9 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
     }
     if (first_tile >= item.tiles && lane == 0) {
       // Not before the Q that it leaves alone is here: else this would count for the one before.
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        wait(&shared.q_full[chunk], q_parity);
-        arrive(&shared.q_empty[chunk]);
+      for (int part = 0; part < kParts; ++part) {
+        wait(&shared.q_full[part], q_parity);
+        arrive(&shared.q_empty[part]);
       }
     }
     __syncwarp();
@@ -290,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = cutlass::canonical_warp_group_idx();
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&q_map);
-    for (int i = 0; i < kC.chunks(); ++i) {
+    for (int i = 0; i < kC.parts(); ++i) {
       barrier_init(&shared.q_full[i], 1);
       barrier_init(&shared.q_empty[i], kScoreWarpgroups * kWarpsPerWarpgroup);
     }
