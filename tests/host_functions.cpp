@@ -2,9 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "ops/indexer_bwd/config.h"
 #include "ops/indexer_logits/config.h"
 #include "ops/indexer_topk/plan.h"
-#include "ops/indexer_bwd/config.h"
 #include "ops/listed_keys/config.h"
 #include "ops/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla_fwd/config.h"
@@ -39,7 +39,9 @@ PYBIND11_MODULE(host_functions, m) {
   }
   bwd.attr("configs") = bwd_configs;  // (d_qk, d_v)
 
-  m.def_submodule("listed_keys").attr("threads") = dsa::listed_keys::kThreads;
+  m.def_submodule("listed_keys").def("threads", [](int columns, int heads) {
+    return dsa::listed_keys::Config{columns, heads}.threads();
+  });
   auto indexer_bwd = m.def_submodule("indexer_bwd");
   indexer_bwd.attr("threads") = dsa::indexer_bwd::kThreads;
   indexer_bwd.def("groups_at_once", dsa::indexer_bwd::groups_at_once);

@@ -48,15 +48,15 @@ def test_training(example: dict[str, Any], tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.gpu
 def test_training_on_a_gpu(example: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few steps of each phase, with the sizes for a GPU."""
-    steps = "--dense-steps 3 --warmup-steps 3 --sparse-steps 3"
+    steps = "--dense-steps 20 --warmup-steps 3 --sparse-steps 3"
     args = example["parse_arguments"](f"{steps} --picture {tmp_path / 'training.png'}".split())
     assert (args.device.type, args.length, args.heads) == ("cuda", 4096, 64)
     history = example["train"](args)
 
-    assert history.phases == ["dense"] * 3 + ["warmup"] * 3 + ["sparse"] * 3
-    assert all(math.isfinite(value) for value in history.language + history.indexer[3:])
+    assert history.phases == ["dense"] * 20 + ["warmup"] * 3 + ["sparse"] * 3
+    assert all(math.isfinite(value) for value in history.language + history.indexer[20:])
     assert history.language[-1] < history.language[0]
-    assert list(history.selections) == [0, 3, 6, 9]
+    assert list(history.selections) == [0, 20, 23, 26]
     assert all(0 < share <= 1.001 for pair in history.selections.values() for share in pair)
 
     example["draw"](history, args.picture)

@@ -11,18 +11,19 @@ inline constexpr int kTileKeys = 64, kChunkColumns = 64;
 
 constexpr int queries_of_group(int heads) { return kRows / heads; }
 
+inline constexpr int kGroups = 2, kDerivatives = 3;  // in shared memory at a time: Q of groups; D of tiles
+// Tiles of keys there.
+constexpr int tiles_in_flight(int columns) { return columns == 128 ? 4 : 8; }
+
 inline constexpr int kScoreWarpgroups = 2, kThreads = (kScoreWarpgroups + 2) * 128;
 inline constexpr int kStartRegisters = 65536 / kThreads;
-// Of a thread, by role. The sums of the query role take as many as columns.
+// Of a thread, by role. The sums of the query role take as many as there are columns.
 struct Registers {
   int score, query, gather;
 };
 constexpr Registers registers_of(int columns) {
   return columns == 128 ? Registers{144, 160, 64} : Registers{160, 112, 80};
 }
-inline constexpr int kGroups = 2, kDerivatives = 3;  // in shared memory at a time: Q of groups; of tiles
-// Tiles of keys there.
-constexpr int tiles_in_flight(int columns) { return columns == 128 ? 4 : 8; }
 
 // Groups of one launch, whose entries, of `bytes` a group, take at most `room`, but for a single group that takes more;
 // and where there are many, they fill waves of CTAs.

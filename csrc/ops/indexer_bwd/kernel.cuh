@@ -7,8 +7,8 @@
 // several of them list is read, and its row of dk added, once: additions are what takes the time. A CTA walks over
 // groups. Its warpgroups, for each tile of 64 keys:
 //
-//   gather        keys, ids and g into a ring of tiles; Q and w of a group
-//   score 0, 1    every other tile: S, D; D to shared memory; dK = (D w) Q, and adds its rows to those of the keys
+//   gather        keys, ids and g into a ring of tiles; Q of a group, and w Q beside it
+//   score 0, 1    every other tile: S, D; D to shared memory; dK = D (w Q), and adds its rows to those of the keys
 //   query         sum_i D_ir k_i of all tiles; dq and dw when a group ends
 #pragma once
 
@@ -33,17 +33,17 @@ static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumn
 inline constexpr int kQueryBarrier = 1;  // 0 is __syncthreads'
 inline constexpr int kRowChunks = kRows / kChunkColumns;
 
+// What is known of a tile; or of a step without keys: behind a group's tiles each score warpgroup takes one such, to
+// learn that the group has ended, and behind all groups another.
 inline constexpr int kGroupEnds = -1, kAllEnd = -2;
 
-// What is known of a tile; or of a step without keys: behind a group's tiles each score warpgroup takes one such, to
-// learn that the group has ended.
 template <int kQueries>
 struct Step {
-  alignas(16) int ids[kTileKeys];                              // -1 behind the last
+  alignas(16) int ids[kTileKeys];                        // -1 behind the last
   alignas(16) uint16_t gradients[kTileKeys * kQueries];  // bf16 [keys, queries]
-  int first_entry;                                             // or one of the above
-  int group;                                                   // and how many this CTA had before
-  int count;
+  int first_entry;                                       // of the group's; or one of the above
+  int group;
+  int count;  // of groups that this CTA had before
 };
 
 template <int kColumns, int kHeads>
@@ -68,9 +68,10 @@ __device__ __forceinline__ void arrive_warp(uint64_t* barrier) {
   if (threadIdx.x % kWarpThreads == 0) arrive(barrier);
 }
 
+// Copies tiles and Q. By one warpgroup.
 template <int kColumns, int kHeads>
-__device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, const Params& p, const CUtensorMap& q_map,
-                                       int thread) {
+__device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, const Params& p,
+                                       const CUtensorMap& q_map, int thread) {
   constexpr int kChunks = kColumns / kChunkColumns, kPieceEntries = 4, kPieceGradients = 8;  // in 16 bytes
   constexpr int kQueries = queries_of_group(kHeads);
   const uint32_t piece_offset = swizzled_offset(gather_row(thread), gather_piece(thread));
@@ -99,8 +100,7 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
     const int query = first_query + thread / kHeads, head = thread % kHeads;
     // What queries without entries hold must not matter.
     const bool listed = __ldg(p.listing + group) >> thread / kHeads & 1;
-    const float weight =
-        listed ? __ldg(p.weights + query * p.weights_stride_s + head * p.weights_stride_h) : 0.f;
+    const float weight = listed ? __ldg(p.weights + query * p.weights_stride_s + head * p.weights_stride_h) : 0.f;
     shared.weights[at][thread] = weight;
     const auto row_piece = [&](Bf16* first, int piece) -> uint4& {
       char* chunk = reinterpret_cast<char*>(first + piece / 8 * kRows * kChunkColumns);
@@ -151,7 +151,8 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
       const auto& step = shared.steps[ring.slot];
       const int entry = first_entry(index);
       if (thread < kTileKeys / kPieceEntries) {
-        copy_16_bytes(shared_address(step.ids + thread * kPieceEntries), g_entries + entry + thread * kPieceEntries, 16);
+        copy_16_bytes(shared_address(step.ids + thread * kPieceEntries), g_entries + entry + thread * kPieceEntries,
+                      16);
       }
       if (thread < kTileKeys * kQueries / kPieceGradients) {
         copy_16_bytes(shared_address(step.gradients + thread * kPieceGradients),
@@ -173,7 +174,7 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
   }
 }
 
-// By a warpgroup, number `warpgroup`.
+// D and dk. By a warpgroup, number `warpgroup`.
 template <int kColumns, int kHeads, bool kDeterministic>
 __device__ __forceinline__ void score(SharedStorage<kColumns, kHeads>& shared, const Params& p, int warpgroup,
                                       int thread) {
@@ -231,8 +232,8 @@ __device__ __forceinline__ void score(SharedStorage<kColumns, kHeads>& shared, c
         const int key = warp * 16 + lane / 4 + r * 8;
         const uint32_t gradient = step.gradients[key * kQueries + eight * 8 / kHeads];
         // A score that is NaN counts as positive, like in the reference.
-        pairs[eight * 2 + r] = (r_s(eight * 4 + r * 2) <= 0.f ? 0u : gradient) |
-                               (r_s(eight * 4 + r * 2 + 1) <= 0.f ? 0u : gradient << 16);
+        pairs[eight * 2 + r] =
+            (r_s(eight * 4 + r * 2) <= 0.f ? 0u : gradient) | (r_s(eight * 4 + r * 2 + 1) <= 0.f ? 0u : gradient << 16);
       }
     }
 #pragma unroll
@@ -270,10 +271,10 @@ __device__ __forceinline__ void score(SharedStorage<kColumns, kHeads>& shared, c
   }
 }
 
-// dq and dw.
+// dq and dw. By one warpgroup.
 template <int kColumns, int kHeads>
-__device__ __forceinline__ void sum_queries(SharedStorage<kColumns, kHeads>& shared, const Params& p, const CUtensorMap& dq_map,
-                                            int thread) {
+__device__ __forceinline__ void sum_queries(SharedStorage<kColumns, kHeads>& shared, const Params& p,
+                                            const CUtensorMap& dq_map, int thread) {
   using namespace cute;
   constexpr int kChunks = kColumns / kChunkColumns;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
@@ -327,8 +328,7 @@ __device__ __forceinline__ void sum_queries(SharedStorage<kColumns, kHeads>& sha
           float& low = r_sum(8 * i + 2 * m, chunk, 0);
           float& high = r_sum(8 * i + 2 * m + 1, chunk, 0);
           const int h = m / 2 * 2;
-          const float2 weight =
-              *reinterpret_cast<const float2*>(&shared.weights[at][16 * i + h * 4 + lane % 4 * 2]);
+          const float2 weight = *reinterpret_cast<const float2*>(&shared.weights[at][16 * i + h * 4 + lane % 4 * 2]);
           dweights[h] = fmaf(low, __uint_as_float(q[m] << 16), dweights[h]);
           dweights[h + 1] = fmaf(high, __uint_as_float(q[m] & 0xffff0000u), dweights[h + 1]);
           dq[m] = pack_bf16(low * weight.x, high * weight.y);

@@ -37,10 +37,14 @@ const char* launch_config(const Params& p, int groups, cudaStream_t stream) {
 template <int kColumns, bool kDeterministic>
 const char* launch_heads(const Params& p, int groups, cudaStream_t stream) {
   switch (p.heads) {
-    case 8: return launch_config<kColumns, 8, kDeterministic>(p, groups, stream);
-    case 16: return launch_config<kColumns, 16, kDeterministic>(p, groups, stream);
-    case 32: return launch_config<kColumns, 32, kDeterministic>(p, groups, stream);
-    default: return launch_config<kColumns, 64, kDeterministic>(p, groups, stream);
+    case 8:
+      return launch_config<kColumns, 8, kDeterministic>(p, groups, stream);
+    case 16:
+      return launch_config<kColumns, 16, kDeterministic>(p, groups, stream);
+    case 32:
+      return launch_config<kColumns, 32, kDeterministic>(p, groups, stream);
+    default:
+      return launch_config<kColumns, 64, kDeterministic>(p, groups, stream);
   }
 }
 

@@ -16,8 +16,8 @@ struct Bounds {
       : begin(max(0, p.ks[query * p.ks_stride])), end(min(p.seq_kv, p.ke[query * p.ke_stride])) {}
 };
 
-// A query's slots in order, by one warp. Calls visit(slot, key, whether it is one, whether it is the first with this key)
-// in every lane; keys are those of a window, and a key's bit of `bits` is `set` or cleared with its first slot.
+// A query's slots in order, by one warp. Calls visit(slot, key, whether it is one, whether it is the first with this
+// key) in every lane; keys are those of a window, and a key's bit of `bits` is `set` or cleared with its first slot.
 template <class Visit>
 __device__ __forceinline__ void visit_in_order(const int* g_ids, int slots, unsigned first_key, unsigned keys,
                                                unsigned* bits, bool set, const Visit& visit) {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
   const int first_query = p.first_query + blockIdx.x * group_queries;
   const int queries = min(group_queries, p.seq - first_query);
   const int words = merge_words(group_queries, p.seq_kv);
-  unsigned* const s_all = s_words;                               // keys that some query lists
+  unsigned* const s_all = s_words;                                // keys that some query lists
   int* const s_before = reinterpret_cast<int*>(s_words + words);  // entries before each word
   const auto own = [&](int query) { return s_words + (2 + query) * words; };
   int* const g_entries = p.entries + static_cast<int64_t>(blockIdx.x) * p.capacity;
@@ -156,8 +156,7 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
                          const int place = at + __popc(mask & (1u << threadIdx.x % 32) - 1);
                          g_entries[place] = first_key + key;
                          for (int query = 0; query < group_queries; ++query) {
-                           g_gradients[place * group_queries + query] =
-                               query == warp ? dscores_of(query)[slot] : 0.f;
+                           g_gradients[place * group_queries + query] = query == warp ? dscores_of(query)[slot] : 0.f;
                          }
                        }
                        at += __popc(mask);

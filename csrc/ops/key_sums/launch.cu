@@ -1,10 +1,9 @@
 // Rounds sums; sorts slots by key, and adds up their rows.
-#include "ops/key_sums/params.h"
-
 #include <algorithm>
 #include <bit>
 #include <cub/device/device_radix_sort.cuh>
 
+#include "ops/key_sums/params.h"
 #include "sm90/launch.h"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/scatter.cuh"

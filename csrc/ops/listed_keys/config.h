@@ -6,14 +6,19 @@
 namespace dsa::listed_keys {
 
 inline constexpr int kBlockHeads = 64;  // that one partial sum is of
-inline constexpr int kScoreWarpgroups = 2, kThreads = (kScoreWarpgroups + 1) * 128;
-inline constexpr int kScoreRegisters = 200, kGatherRegisters = 88;
+inline constexpr int kScoreWarpgroups = 2;
 inline constexpr int kTileKeys = 64, kChunkColumns = 64;
 inline constexpr int kSharedBytes = 225 * 1024;  // for Q and keys
 
 // How one shape is computed: the heads of a group, rounded up, are the columns of the products.
 struct Config {
   int columns, heads;
+
+  // Tiles of few columns are gathered in turn by two: each tile costs one the same few hundred clocks.
+  constexpr int gather_warpgroups() const { return columns <= 128 ? 2 : 1; }
+  constexpr int threads() const { return (kScoreWarpgroups + gather_warpgroups()) * 128; }
+  constexpr int score_registers() const { return gather_warpgroups() == 2 ? 160 : 200; }
+  constexpr int gather_registers() const { return gather_warpgroups() == 2 ? 96 : 88; }
 
   constexpr int chunks() const { return columns / kChunkColumns; }
   // Chunks that keys arrive in together. Rows that come from HBM come faster in longer pieces; but with many heads the

@@ -1,7 +1,7 @@
 // What each key that a query lists gets from all heads: sums over heads of a function of q_h.k_i.
 //
-// A CTA walks over queries. One warpgroup gathers: Q, and keys in tiles of 64, in parts of some columns through a ring
-// of slots, so that a slot is free again as soon as its part has been multiplied. The two others take the tiles
+// A CTA walks over queries. One or two warpgroups gather: Q, and keys in tiles of 64, in parts of some columns through
+// a ring of slots, so that a slot is free again as soon as its part has been multiplied. The two others take the tiles
 // in turn. Heads are the columns of the products, S^T = K Q^T, so that a thread holds a quarter of all heads of two
 // keys: while one warpgroup takes exponentials and adds them up, the other multiplies.
 #pragma once
@@ -88,38 +88,46 @@ __device__ __forceinline__ int rows_of_item(const Params& p) {
   return p.per_head_block ? (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads : 1;
 }
 
-// Copies Q and keys, and fills slots behind the last tile. By one warpgroup.
+// Copies Q and keys, and fills slots behind the last tile. By a warpgroup, number `warpgroup` of those that gather.
 template <Config kC, class Function>
 __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
-                                       int thread) {
+                                       int warpgroup, int thread) {
+  constexpr int kGatherers = kC.gather_warpgroups();
   const uint32_t piece_offset = swizzled_offset(gather_row(thread), gather_piece(thread));
   Ring<kC.slots()> ring;
   Ring<kC.visible_slots()> visible_ring;
+  // Tiles of all items are one sequence, of which the warpgroups take theirs in turn.
+  ring.advance(warpgroup * kC.parts()), visible_ring.advance(warpgroup);
+  int tiles_before = 0;
   uint32_t q_parity = 1;  // the first Q need not wait
   for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
     const Item item(p, index);
     for (int block = 0; block < rows_of_item(p); ++block) {
       float* g_row = item.row(p, block);
-      for (int slot = item.tiles * kTileKeys + thread; slot < p.topk; slot += kWarpgroupThreads)
+      for (int slot = item.tiles * kTileKeys + warpgroup * kWarpgroupThreads + thread; slot < p.topk;
+           slot += kGatherers * kWarpgroupThreads) {
         g_row[slot] = Function::kHidden;
+      }
     }
     if (item.tiles == 0) continue;
+    const int first_tile = (warpgroup + tiles_before) % kGatherers;
+    tiles_before += item.tiles;
     const int* g_ids = p.indices + item.b * p.indices_stride_b + item.s * p.indices_stride_s +
-                       item.group * p.indices_stride_g + gather_row(thread);
+                       item.group * p.indices_stride_g + first_tile * kTileKeys + gather_row(thread);
     const char* g_keys = reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b +
                                                        item.group * p.kv_stride_g) +
                          gather_piece(thread) * 16;
-    int ids[kGatherRowsPerThread], slots_left = item.slots - gather_row(thread);
+    int ids[kGatherRowsPerThread], slots_left = item.slots - first_tile * kTileKeys - gather_row(thread);
     const auto load_ids = [&] {
 #pragma unroll
       for (int i = 0; i < kGatherRowsPerThread; ++i) {
         ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
       }
-      g_ids += kTileKeys;
-      slots_left -= kTileKeys;
+      g_ids += kGatherers * kTileKeys;
+      slots_left -= kGatherers * kTileKeys;
     };
     load_ids();
-    for (int tile = 0; tile < item.tiles; ++tile, visible_ring.advance()) {
+    for (int tile = first_tile; tile < item.tiles; tile += kGatherers, visible_ring.advance(kGatherers)) {
       const GatherRows rows(g_keys, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, item.id_end);
       load_ids();
       publish_visible(shared.visible[visible_ring.slot], rows, thread);
@@ -139,6 +147,7 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
         arrive_after_copies(&shared.full[ring.slot]);
         ring.advance();
       });
+      ring.advance((kGatherers - 1) * kC.parts());
     }
     q_parity ^= 1;
   }
@@ -148,7 +157,8 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
 template <Config kC, class Function>
 __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, int warpgroup, int thread) {
   using namespace cute;
-  constexpr int kParts = kC.parts(), kSteps = kC.slot_chunks() * kChunkColumns / 16, kBlocks = kC.heads > kBlockHeads ? 2 : 1;
+  constexpr int kParts = kC.parts(), kSteps = kC.slot_chunks() * kChunkColumns / 16,
+                kBlocks = kC.heads > kBlockHeads ? 2 : 1;
   constexpr int kColumns = kC.heads / 4;  // of a thread's part of the scores
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   // In the end a lane has the sum of one key.
@@ -285,7 +295,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
 }
 
 template <int kKeyColumns, int kHeads, class Function>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Config{kKeyColumns, kHeads}.threads(), 1)
     listed_keys_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
   constexpr Config kC{kKeyColumns, kHeads};
   extern __shared__ __align__(1024) char shared_bytes_[];
@@ -308,11 +318,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (warpgroup < kScoreWarpgroups) {
-    grow_registers<kScoreRegisters>();
+    grow_registers<kC.score_registers()>();
     score<kC, Function>(shared, p, warpgroup, thread);
   } else {
-    shrink_registers<kGatherRegisters>();
-    gather<kC, Function>(shared, p, q_map, thread);
+    shrink_registers<kC.gather_registers()>();
+    gather<kC, Function>(shared, p, q_map, warpgroup - kScoreWarpgroups, thread);
   }
 }
 

@@ -23,8 +23,8 @@ const char* launch_config(const Params& p, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedStorage<kC>);
   static_assert(kBytes <= 227 * 1024);
   const int ctas = std::min(p.batch * p.seq_q * p.groups, p.num_sms);
-  return launch_kernel<listed_keys_kernel<kKeyColumns, kHeads, Function>>(p.device, unsigned(ctas), kThreads, kBytes,
-                                                                          stream, p, q_map);
+  return launch_kernel<listed_keys_kernel<kKeyColumns, kHeads, Function>>(p.device, unsigned(ctas), kC.threads(),
+                                                                          kBytes, stream, p, q_map);
 }
 
 // For up to 64 heads a group.

@@ -90,8 +90,8 @@ const char* launch_deterministic(Params p, int64_t queries, cudaStream_t stream)
     const int slots = static_cast<int>(taken * p.groups * p.topk);
     error = launch_queries<true>(p, first, taken, stream);
     if (error == nullptr && slots > 0) {
-      error = launch_kernel<list_slots_kernel>(p.device, blocks_of(slots, kSlotThreads), kSlotThreads, 0, stream, p,
-                                               slots);
+      error =
+          launch_kernel<list_slots_kernel>(p.device, blocks_of(slots, kSlotThreads), kSlotThreads, 0, stream, p, slots);
     }
     if (error == nullptr) error = key_sums::sum_rows(p.dkv, slots, first == 0, first + taken == queries, stream);
   }
@@ -103,8 +103,7 @@ const char* launch_deterministic(Params p, int64_t queries, cudaStream_t stream)
 const char* launch(const Params& p, void* s) {
   const auto stream = static_cast<cudaStream_t>(s);
   const int64_t queries = p.heads > 0 ? int64_t(p.batch) * p.seq_q : 0;
-  const char* error =
-      p.deterministic ? launch_deterministic(p, queries, stream) : launch_adding(p, queries, stream);
+  const char* error = p.deterministic ? launch_deterministic(p, queries, stream) : launch_adding(p, queries, stream);
   if (error == nullptr && p.attn_sink != nullptr) {
     error =
         launch_kernel<sink_kernel>(p.device, blocks_of(p.heads, kSinkHeads), dim3(kSinkHeads, kSinkRows), 0, stream, p);
