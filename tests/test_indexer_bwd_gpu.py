@@ -86,6 +86,7 @@ def test_lists(heads: int, dim: int, deterministic: bool) -> None:
         (40, 1000, 129),
         (301, 5000, 700),
         (200, 70000, 2048),
+        (3000, 500, 3),  # groups of few tiles, many a CTA
     ):
         inputs = make_gpu(seq, s_kv, heads, dim)
         ids, dscores = make_lists(seq, s_kv, slots)

@@ -72,6 +72,8 @@ def test_values(heads: int, dim: int) -> None:
         (40, 1000, 129),
         (300, 5000, 700),
         (200, 9000, 2048),
+        (900, 500, 64),  # queries of a single tile, many a CTA
+        (900, 500, 3),
     ):
         inputs = make_gpu(seq, s_kv, heads, dim)
         indices = make_indices(seq, s_kv, slots)

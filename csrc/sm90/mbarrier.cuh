@@ -24,6 +24,14 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// A word of shared memory for a whole warp, read by lane 0. It is here when this returns: the load could otherwise
+// still be under way when a later arrival of the same lane lets others overwrite the word.
+__device__ __forceinline__ int read_for_warp(const int& word) {
+  int value = 0;
+  if (threadIdx.x % 32 == 0) value = word;
+  return __shfl_sync(~0u, value, 0);
+}
+
 // mbarrier.expect_tx: the phase also waits for `bytes` that copies will report
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

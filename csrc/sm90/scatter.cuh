@@ -56,11 +56,12 @@ __device__ __forceinline__ void swap_quads(Accumulator& r_sum, int lane) {
   }
 }
 
-// The ids of a warp's 16 rows, in its registers; for all lanes together.
+// The ids of a warp's 16 rows, in its registers; for all lanes together. The shuffle sees to it that they are here
+// before an arrival that follows lets others overwrite them.
 struct RowIds {
   int id;
 
-  __device__ __forceinline__ RowIds(const int* warp_ids, int lane) : id(warp_ids[lane % 16]) {}
+  __device__ __forceinline__ RowIds(const int* warp_ids, int lane) : id(__shfl_sync(~0u, warp_ids[lane % 16], lane)) {}
   __device__ __forceinline__ int operator[](int row) const { return __shfl_sync(~0u, id, row); }
 };
 

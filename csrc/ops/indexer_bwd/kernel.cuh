@@ -196,7 +196,8 @@ __device__ __forceinline__ void score(SharedStorage<kColumns, kHeads>& shared, c
   for (;; ring.advance(kScoreWarpgroups), derivatives.advance(kScoreWarpgroups)) {
     wait(&shared.full[ring.slot], ring.parity);
     const auto& step = shared.steps[ring.slot];
-    const int first_entry = step.first_entry, count = step.count, at = count % kGroups;
+    const int first_entry = read_for_warp(step.first_entry), count = read_for_warp(step.count);
+    const int group = read_for_warp(step.group), at = count % kGroups;
     if (first_entry < 0) {
       wait(&shared.derivatives_empty[derivatives.slot], derivatives.parity ^ 1);
       arrive_warp(&shared.derivatives_full[derivatives.slot]);
@@ -242,7 +243,6 @@ __device__ __forceinline__ void score(SharedStorage<kColumns, kHeads>& shared, c
                          swizzled_offset(warp * 16 + thread % 16, i % 4 * 2 + thread / 16 % 2),
                      pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
     }
-    const int group = step.group;
     fence_async_proxy();
     arrive_warp(&shared.derivatives_full[derivatives.slot]);
     arrive_warp(&shared.empty[ring.slot]);
@@ -289,8 +289,10 @@ __device__ __forceinline__ void sum_queries(SharedStorage<kColumns, kHeads>& sha
     wait(&shared.full[ring.slot], ring.parity);
     wait(&shared.derivatives_full[derivatives.slot], derivatives.parity);
     const auto& step = shared.steps[ring.slot];
-    if (step.first_entry == kAllEnd) break;
-    if (step.first_entry >= 0) {
+    const int first_entry = read_for_warp(step.first_entry), count = read_for_warp(step.count);
+    const int query = p.first_query + read_for_warp(step.group) * queries_of_group(kHeads), at = count % kGroups;
+    if (first_entry == kAllEnd) break;
+    if (first_entry >= 0) {
       mma.accumulate_ = GMMA::ScaleOut::One;
       fence_async_proxy();
       const auto r_keys = mma.get_slice(thread).partition_fragment_A(
@@ -305,13 +307,10 @@ __device__ __forceinline__ void sum_queries(SharedStorage<kColumns, kHeads>& sha
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_sum);
     }
-    const int at = step.count % kGroups, query = p.first_query + step.group * queries_of_group(kHeads);
-    const bool ends = step.first_entry == kGroupEnds && steps_without_keys++ % kScoreWarpgroups == 0;
-    const uint32_t parity = step.count / kGroups % 2;
     arrive_warp(&shared.derivatives_empty[derivatives.slot]);
     arrive_warp(&shared.empty[ring.slot]);
-    if (!ends) continue;
-    wait(&shared.q_full[at], parity);
+    if (first_entry != kGroupEnds || steps_without_keys++ % kScoreWarpgroups != 0) continue;
+    wait(&shared.q_full[at], count / kGroups % 2);
     const int matrix = lane / 8;  // of four, 8 x 8: first rows of Q, then columns
     float (&sums)[kWarpsPerWarpgroup][kRows] = shared.dweights[at];
 #pragma unroll

@@ -93,6 +93,7 @@ template <Config kC, class Function>
 __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
                                        int warpgroup, int thread) {
   constexpr int kGatherers = kC.gather_warpgroups();
+  static_assert(kC.slots() % (kGatherers * kC.parts()) == 0 || kGatherers == 1, "slots change hands");
   const uint32_t piece_offset = swizzled_offset(gather_row(thread), gather_piece(thread));
   Ring<kC.slots()> ring;
   Ring<kC.visible_slots()> visible_ring;
@@ -127,6 +128,19 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
       slots_left -= kGatherers * kTileKeys;
     };
     load_ids();
+    // By the first of the warpgroups that gather: who waits for a barrier must do so in each of its phases.
+    const auto load_q = [&](int part) {
+      if (warpgroup != 0 || thread != 0) return;
+      wait(&shared.q_empty[part], q_parity);
+      arrive_and_expect(&shared.q_full[part], kC.slot_chunks() * kC.heads * kSwizzleRowBytes);
+      for (int chunk = part * kC.slot_chunks(); chunk < (part + 1) * kC.slot_chunks(); ++chunk) {
+        tma_load(shared.q + chunk * kC.heads * kChunkColumns, &q_map,
+                 {chunk * kChunkColumns, 0, item.group, item.s, item.b}, &shared.q_full[part]);
+      }
+    };
+    if (kGatherers > 1) {
+      for (int part = 0; part < kC.parts(); ++part) load_q(part);
+    }
     for (int tile = first_tile; tile < item.tiles; tile += kGatherers, visible_ring.advance(kGatherers)) {
       const GatherRows rows(g_keys, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, item.id_end);
       load_ids();
@@ -134,14 +148,7 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
       if (thread % kWarpThreads == 0) arrive(&shared.visible_full[visible_ring.slot]);
       cute::for_each(cute::make_int_sequence<kC.parts()>{}, [&](auto part) {
         constexpr int kBegin = part * kC.slot_chunks(), kEnd = kBegin + kC.slot_chunks();
-        if (tile == 0 && thread == 0) {
-          wait(&shared.q_empty[part], q_parity);
-          arrive_and_expect(&shared.q_full[part], kC.slot_chunks() * kC.heads * kSwizzleRowBytes);
-          for (int chunk = kBegin; chunk < kEnd; ++chunk) {
-            tma_load(shared.q + chunk * kC.heads * kChunkColumns, &q_map,
-                     {chunk * kChunkColumns, 0, item.group, item.s, item.b}, &shared.q_full[part]);
-          }
-        }
+        if (kGatherers == 1 && tile == 0) load_q(part);
         wait(&shared.empty[ring.slot], ring.parity ^ 1);
         rows.template copy<kBegin, kBegin, kEnd>(shared_address(shared.keys[ring.slot]) + piece_offset);
         arrive_after_copies(&shared.full[ring.slot]);
