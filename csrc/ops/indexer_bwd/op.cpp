@@ -20,13 +20,9 @@ constexpr int64_t kKeepInStep = 32 << 20;
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-// All but what says which keys a query sees: `gradients` is dscores, of `slots_letter` slots a query.
-Params params_of(const char* op, const char* name, const char* slots_letter, Tensor& gradients, const Tensor& q,
-                 const Tensor& k, const Tensor& weights, const Device& device) {
-  check_tensor(op, name, gradients, ScalarType::Float, {{"S", q.size(0)}, {slots_letter}});
-  check_same_device(op, name, gradients, "q", q);
-  // Gradients come in any layout, often expanded from one element.
-  if (gradients.size(1) > 1 && gradients.stride(1) != 1) gradients = aligned_contiguous(gradients);
+// All but what says which keys a query sees.
+Params params_of(const Tensor& gradients, const Tensor& q, const Tensor& k, const Tensor& weights,
+                 const Device& device) {
   Params p{};
   p.q = q.data_ptr();
   p.k = k.data_ptr();
@@ -85,13 +81,20 @@ Gradients gradients_of(const char* op, Params& p, int64_t entries, bool determin
   return {dq, dk.front(), dweights};
 }
 
+// Gradients come in any layout, often expanded from one element.
+Tensor with_dense_rows(const Tensor& gradients) {
+  return gradients.size(1) > 1 && gradients.stride(1) != 1 ? aligned_contiguous(gradients) : gradients;
+}
+
 Gradients indexer_scores_bwd(Tensor dscores, Tensor q, Tensor k, Tensor weights, Tensor indices, bool deterministic) {
   constexpr char kOp[] = "dsa::indexer_scores_bwd";
   indexer::check_listed(kOp, q, k, weights, indices);
+  check_tensor(kOp, "dscores", dscores, ScalarType::Float, {{"S", q.size(0)}, {"K", indices.size(1)}});
+  check_same_device(kOp, "dscores", dscores, "q", q);
   const Device device = hopper_device(kOp, "q", q);
   const DeviceGuard guard(q.get_device_index());
-  Params params = params_of(kOp, "dscores", "K", dscores, q, k, weights, device);
-  check_tensor(kOp, "dscores", dscores, ScalarType::Float, {{"S", q.size(0)}, {"K", indices.size(1)}});
+  dscores = with_dense_rows(dscores);
+  Params params = params_of(dscores, q, k, weights, device);
   params.indices = static_cast<const int*>(indices.data_ptr());
   params.indices_stride = indices.stride(0);
   return gradients_of(kOp, params, queries_of_group(params.heads) * indices.size(1), deterministic);
@@ -106,10 +109,12 @@ Gradients indexer_logits_bwd(Tensor dlogits, Tensor q, Tensor k, Tensor weights,
   check_tensor(kOp, "cu_seqlen_ke", ke, ScalarType::Int, {{"S", seq}});
   check_same_device(kOp, "cu_seqlen_ks", ks, "q", q);
   check_same_device(kOp, "cu_seqlen_ke", ke, "q", q);
+  check_tensor(kOp, "dlogits", dlogits, ScalarType::Float, {{"S", seq}, {"S_kv", k.size(0)}});
+  check_same_device(kOp, "dlogits", dlogits, "q", q);
   const Device device = hopper_device(kOp, "q", q);
   const DeviceGuard guard(q.get_device_index());
-  Params params = params_of(kOp, "dlogits", "S_kv", dlogits, q, k, weights, device);
-  check_tensor(kOp, "dlogits", dlogits, ScalarType::Float, {{"S", seq}, {"S_kv", k.size(0)}});
+  dlogits = with_dense_rows(dlogits);
+  Params params = params_of(dlogits, q, k, weights, device);
   params.ks = static_cast<const int*>(ks.data_ptr());
   params.ke = static_cast<const int*>(ke.data_ptr());
   params.ks_stride = ks.stride(0);
