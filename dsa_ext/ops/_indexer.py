@@ -43,16 +43,22 @@ def check_scoring(
     )
 
 
-def check_listed(op: str, q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> None:
-    """The same for the operators that take lists of keys."""
+def check_rows(op: str, q: Tensor, k: Tensor, weights: Tensor) -> None:
+    """The same for the differentiable operators: q and k in bf16, and weights."""
     dtype = q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
     check_tensor(op, "q", q, dtype, S=None, Hi=None, Di=None)
     seq, heads, dim = q.shape
     check_tensor(op, "k", k, dtype, S_kv=None, Di=dim)
     check_tensor(op, "weights", weights, reference.sparse_mla.compute_dtype(q), S=seq, Hi=heads)
-    check_tensor(op, "indices", indices, torch.int32, S=seq, K=None)
     check_heads(op, heads, dim)
-    check_same_device(op, "q", q, k=k, weights=weights, indices=indices)
+    check_same_device(op, "q", q, k=k, weights=weights)
+
+
+def check_listed(op: str, q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> None:
+    """check_rows and the lists of keys."""
+    check_rows(op, q, k, weights)
+    check_tensor(op, "indices", indices, torch.int32, S=q.shape[0], K=None)
+    check_same_device(op, "q", q, indices=indices)
 
 
 def check_heads(op: str, heads: int, dim: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsa_ext.ops._checks import check_same_device, check_tensor, fail
-from dsa_ext.ops._indexer import check_scoring, gradients_like
+from dsa_ext.ops._indexer import check_rows, gradients_like
 from dsa_ext.ops._library import gradient_wanted, library
 from dsa_ext.reference.indexer import runs
 
@@ -40,8 +40,8 @@ def _check(
 ) -> None:
     if q.dtype == torch.float8_e4m3fn:
         fail(_OP, "q must be bfloat16, got float8_e4m3fn")
+    check_rows(_OP, q, k, weights)
     seq = q.shape[0]
-    check_scoring(_OP, q, k, weights, *_bounds(q, 0, seq, 0, False), None)
     check_tensor(_OP, "main_q", main_q, q.dtype, S=seq, H=None, D=None)
     check_tensor(_OP, "main_kv", main_kv, q.dtype, S_kv=k.shape[0], D=main_q.shape[2])
     check_tensor(_OP, "lse", lse, weights.dtype, S=seq, H=main_q.shape[1])

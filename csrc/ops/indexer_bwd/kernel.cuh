@@ -31,7 +31,6 @@ using namespace dsa::sm90;
 static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == sm90::kChunkColumns);
 
 inline constexpr int kQueryBarrier = 1;  // 0 is __syncthreads'
-inline constexpr int kRowChunks = kRows / kChunkColumns;
 
 // What is known of a tile; or of a step without keys: behind a group's tiles each score warpgroup takes one such, to
 // learn that the group has ended, and behind all groups another.

@@ -1,4 +1,4 @@
-// dsa::indexer_scores on CUDA: argument checks, allocation, launch. docs/indexer.md has the maths.
+// dsa::indexer_scores on CUDA: argument checks, allocation, launch. docs/indexer_training.md has the maths.
 #include <cstdint>
 
 #include "ops/indexer/inputs.h"
