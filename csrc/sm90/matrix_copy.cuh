@@ -22,14 +22,6 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&r)[4]
                : "memory");
 }
 
-// ldmatrix.x4.trans: a thread's values of one row are those of one column
-__device__ __forceinline__ void load_matrices_transposed(uint32_t address, uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
 // stmatrix.x4
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),

@@ -68,9 +68,9 @@ using NarrowValueMma = decltype(cute::make_tiled_mma(
     cute::GMMA::ss_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kHeads>, cute::_16>,
                                cute::GMMA::Major::MN, cute::GMMA::Major::K>()));
 
-// 64 keys x columns = a factor for each key and head (registers) . rows of the heads
+// 64 rows x columns += factors of rows and keys (registers) . keys
 template <int kColumns>
-using KeyRowsMma = decltype(cute::make_tiled_mma(
+using RowsMma = decltype(cute::make_tiled_mma(
     cute::GMMA::rs_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>,
                                cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 

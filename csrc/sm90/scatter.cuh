@@ -61,28 +61,43 @@ __device__ __forceinline__ void swap_quads(Accumulator& r_sum, int lane) {
 struct RowIds {
   int id;
 
+  __device__ __forceinline__ RowIds() : id(-1) {}
   __device__ __forceinline__ RowIds(const int* warp_ids, int lane) : id(__shfl_sync(~0u, warp_ids[lane % 16], lane)) {}
   __device__ __forceinline__ int operator[](int row) const { return __shfl_sync(~0u, id, row); }
 };
 
-// Adds to the columns from g_first on; row `id` begins id * stride further, and `warp_ids` are the rows' ids, -1 for
-// none. Two quads of lanes share their rows, so that together they add to whole lines of a row: L2 takes those at a
-// higher rate than parts of lines.
-template <class Ids, class Accumulator>
-__device__ __forceinline__ void add_rows(float* g_first, uint32_t stride, const Ids& warp_ids, Accumulator& r_sum,
-                                         int lane) {
+// Where a lane adds: in four of its warp's 16 rows, of which that of key `id` begins id * stride behind g_sums. Null
+// where the id is -1.
+struct SumRows {
+  float* g_rows[4];
+
+  template <class Ids>
+  __device__ __forceinline__ SumRows(float* g_sums, uint32_t stride, const Ids& warp_ids, int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int id = warp_ids[lane / 8 * 2 + i % 2 + i / 2 * 8];
+      g_rows[i] = id < 0 ? nullptr : g_sums + lane % 8 * 4 + static_cast<int64_t>(id) * stride;
+    }
+  }
+
+  // All addresses from here on: one register for all of them would wait until each row's additions have left. Four
+  // take eight registers.
+  __device__ __forceinline__ void hold() {
+    asm volatile("" : "+l"(g_rows[0]), "+l"(g_rows[1]), "+l"(g_rows[2]), "+l"(g_rows[3]));
+  }
+};
+
+// Adds to the columns from g_sums on. Two quads of lanes share their rows, so that together they add to whole lines
+// of a row: L2 takes those at a higher rate than parts of lines.
+template <class Accumulator>
+__device__ __forceinline__ void add_rows(const SumRows& rows, Accumulator& r_sum, int lane) {
   swap_quads(r_sum, lane);
-  g_first += lane % 8 * 4;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int row = 0; row < 4; ++row) {
 #pragma unroll
-    for (int quad = 0; quad < 2; ++quad) {
-      const int id = warp_ids[lane / 8 * 2 + quad + 8 * r];
-      float* g_row = g_first + static_cast<int64_t>(id) * stride;
-#pragma unroll
-      for (int i = 2 * r + quad * 8; i < r_sum.size(); i += 16) {
-        add_to_global(g_row + i / 16 * kScatterColumns, id >= 0, r_sum(i), r_sum(i + 1), r_sum(i + 4), r_sum(i + 5));
-      }
+    for (int i = row / 2 * 2 + row % 2 * 8; i < r_sum.size(); i += 16) {
+      add_to_global(rows.g_rows[row] + i / 16 * kScatterColumns, rows.g_rows[row] != nullptr, r_sum(i), r_sum(i + 1),
+                    r_sum(i + 4), r_sum(i + 5));
     }
   }
 }

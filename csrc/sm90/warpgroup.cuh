@@ -37,6 +37,10 @@ __device__ __forceinline__ void sync_warpgroup() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kWarpgroupThreads) : "memory");
 }
 
+__device__ __forceinline__ void sync_warpgroup(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarpgroupThreads) : "memory");
+}
+
 // barrier.red.or: bar.sync, and whether `predicate` holds in any thread of the warpgroup
 template <int kBarrier>
 __device__ __forceinline__ bool any_of_warpgroup(bool predicate) {

@@ -11,18 +11,23 @@ inline constexpr int kTileKeys = 64, kChunkColumns = 64;
 
 constexpr int queries_of_group(int heads) { return kRows / heads; }
 
-inline constexpr int kGroups = 2, kDerivatives = 3;  // in shared memory at a time: Q of groups; D of tiles
+inline constexpr int kRowWarpgroups = 2, kWarpgroupRows = kRows / kRowWarpgroups;
+inline constexpr int kGroups = 2, kDerivatives = 3;  // in shared memory at a time: Q of groups; w D of tiles
 // Tiles of keys there.
 constexpr int tiles_in_flight(int columns) { return columns == 128 ? 4 : 8; }
 
-inline constexpr int kScoreWarpgroups = 2, kThreads = (kScoreWarpgroups + 2) * 128;
-inline constexpr int kStartRegisters = 65536 / kThreads;
-// Of a thread, by role. The sums of the query role take as many as there are columns.
+inline constexpr int kThreads = (kRowWarpgroups + 2) * 128, kStartRegisters = 65536 / kThreads;
+// Of a thread, by role.
 struct Registers {
-  int score, query, gather;
+  int rows, keys, gather;
 };
 constexpr Registers registers_of(int columns) {
-  return columns == 128 ? Registers{144, 160, 64} : Registers{160, 112, 80};
+  return columns == 128 ? Registers{168, 112, 64} : Registers{152, 128, 80};
+}
+
+// Where a query's gradient for an entry stands, of a group: queries in each tile, keys in each query.
+constexpr int64_t gradient_place(int64_t entry, int query, int queries) {
+  return (entry / kTileKeys * queries + query) * kTileKeys + entry % kTileKeys;
 }
 
 // Groups of one launch, whose entries, of `bytes` a group, take at most `room`, but for a single group that takes more;

@@ -1,15 +1,16 @@
-// The indexer's gradients. With S = K Q^T of the rows of Q, each a head of a query, g of a key and a query, 0 where the
+// The indexer's gradients. With S = Q K^T of the rows of Q, each a head of a query, g of a query and a key, 0 where the
 // query does not list the key, and w of a row:
 //
-//   D = g [S > 0]   (keys x rows),   dq_r = w_r sum_i D_ir k_i,   dw_r = q_r . sum_i D_ir k_i,   dk_i += D_ir w_r q_r
+//   D = g [S > 0]   (rows x keys),   dq_r = w_r sum_i D_ri k_i,   dw_r = q_r . sum_i D_ri k_i,   dk_i += D_ri w_r q_r
 //
 // Queries are taken in groups that have 128 rows together. Their lists are merged first (merge.cuh), so that a key that
 // several of them list is read, and its row of dk added, once: additions are what takes the time. A CTA walks over
 // groups. Its warpgroups, for each tile of 64 keys:
 //
-//   gather        keys, ids and g into a ring of tiles; Q of a group, and w Q beside it
-//   score 0, 1    every other tile: S, D; D to shared memory; dK = D (w Q), and adds its rows to those of the keys
-//   query         sum_i D_ir k_i of all tiles; dq and dw when a group ends
+//   gather     keys, ids and g into a ring of tiles; Q of a group
+//   rows 0, 1  64 rows each, which they hold in registers: S, D, and sum_i D_ri k_i, from which dq and dw when a group
+//              ends; w D, to shared memory
+//   keys       dk = (w D)^T Q, 64 columns at a time, while it adds the 64 columns before to the rows of the keys
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -30,16 +31,15 @@ using namespace dsa::sm90;
 
 static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == sm90::kChunkColumns);
 
-inline constexpr int kQueryBarrier = 1;  // 0 is __syncthreads'
+inline constexpr int kRowsBarrier = 1;  // and 2; 0 is __syncthreads'
 
-// What is known of a tile; or of a step without keys: behind a group's tiles each score warpgroup takes one such, to
-// learn that the group has ended, and behind all groups another.
+// What is known of a tile; or of a step without keys, behind a group's tiles and behind all groups.
 inline constexpr int kGroupEnds = -1, kAllEnd = -2;
 
 template <int kQueries>
 struct Step {
   alignas(16) int ids[kTileKeys];                        // -1 behind the last
-  alignas(16) uint16_t gradients[kTileKeys * kQueries];  // bf16 [keys, queries]
+  alignas(16) uint16_t gradients[kQueries * kTileKeys];  // bf16 [queries, keys]
   int first_entry;                                       // of the group's; or one of the above
   int group;
   int count;  // of groups that this CTA had before
@@ -48,24 +48,16 @@ struct Step {
 template <int kColumns, int kHeads>
 struct SharedStorage {
   static constexpr int kTiles = tiles_in_flight(kColumns);
-  alignas(1024) Bf16 q[kGroups][kRows * kColumns];  // chunks of 64 columns; in the end dq
-  alignas(1024) Bf16 weighted_q[kRows * kColumns];
+  alignas(1024) Bf16 q[kGroups][kRows * kColumns];  // chunks of 64 columns
   alignas(1024) Bf16 keys[kTiles][kTileKeys * kColumns];
-  alignas(1024) Bf16 derivatives[kDerivatives][kTileKeys * kRows];  // D, [keys, rows] in chunks of 64 rows
-  alignas(16) float weights[kGroups][kRows];
-  float dweights[kGroups][kWarpsPerWarpgroup][kRows];
+  alignas(1024) Bf16 derivatives[kDerivatives][kRows * kTileKeys];  // w D
+  alignas(1024) Bf16 dq[kRowWarpgroups][kWarpgroupRows * kColumns];
+  float weights[kGroups][kRows];
   Step<queries_of_group(kHeads)> steps[kTiles];
   uint64_t q_landed[kGroups], q_full[kGroups], q_empty[kGroups];
-  uint64_t weighted_q_full, weighted_q_empty;
   uint64_t full[kTiles], empty[kTiles];
   uint64_t derivatives_full[kDerivatives], derivatives_empty[kDerivatives];
 };
-
-// For barriers that count warps.
-__device__ __forceinline__ void arrive_warp(uint64_t* barrier) {
-  __syncwarp();
-  if (threadIdx.x % kWarpThreads == 0) arrive(barrier);
-}
 
 // Copies tiles and Q. By one warpgroup.
 template <int kColumns, int kHeads>
@@ -80,48 +72,38 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
 
   const auto publish = [&](int first_entry, int group) {
     auto& step = shared.steps[ring.slot];
-    if (thread == 0) step.first_entry = first_entry, step.group = group, step.count = count;
     arrive_after_copies(&shared.full[ring.slot]);
-    arrive_warp(&shared.full[ring.slot]);
+    if (thread == 0) {
+      step.first_entry = first_entry, step.group = group, step.count = count;
+      arrive(&shared.full[ring.slot]);
+    }
     ring.advance();
   };
-  const auto load_queries = [&](int group) {
-    const int at = count % kGroups, first_query = p.first_query + group * kQueries;
-    const uint32_t parity = count / kGroups % 2;
-    wait(&shared.q_empty[at], parity ^ 1);
-    if (thread == 0) {
-      arrive_and_expect(&shared.q_landed[at], sizeof(shared.q[at]));
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        tma_load(shared.q[at] + chunk * kRows * kChunkColumns, &q_map, {chunk * kChunkColumns, 0, 0, first_query, 0},
-                 &shared.q_landed[at]);
+  const auto request_queries = [&](int group) {
+    const int at = count % kGroups;
+    wait(&shared.q_empty[at], count / kGroups % 2 ^ 1);
+    if (thread != 0) return;
+    arrive_and_expect(&shared.q_landed[at], sizeof(shared.q[at]));
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      tma_load(shared.q[at] + chunk * kRows * kChunkColumns, &q_map,
+               {chunk * kChunkColumns, 0, 0, p.first_query + group * kQueries, 0}, &shared.q_landed[at]);
+    }
+  };
+  // What queries without entries hold must not matter.
+  const auto publish_queries = [&](int group) {
+    const int at = count % kGroups, query = p.first_query + group * kQueries + thread / kHeads;
+    const bool listed = __ldg(p.listing + group) >> thread / kHeads & 1;
+    shared.weights[at][thread] =
+        listed ? __ldg(p.weights + query * p.weights_stride_s + thread % kHeads * p.weights_stride_h) : 0.f;
+    wait(&shared.q_landed[at], count / kGroups % 2);
+    if (!listed) {
+      for (int piece = 0; piece < kColumns / 8; ++piece) {
+        char* chunk = reinterpret_cast<char*>(shared.q[at] + piece / 8 * kRows * kChunkColumns);
+        *reinterpret_cast<uint4*>(chunk + swizzled_offset(thread, piece % 8)) = {};
       }
     }
-    const int query = first_query + thread / kHeads, head = thread % kHeads;
-    // What queries without entries hold must not matter.
-    const bool listed = __ldg(p.listing + group) >> thread / kHeads & 1;
-    const float weight = listed ? __ldg(p.weights + query * p.weights_stride_s + head * p.weights_stride_h) : 0.f;
-    shared.weights[at][thread] = weight;
-    const auto row_piece = [&](Bf16* first, int piece) -> uint4& {
-      char* chunk = reinterpret_cast<char*>(first + piece / 8 * kRows * kChunkColumns);
-      return *reinterpret_cast<uint4*>(chunk + swizzled_offset(thread, piece % 8));
-    };
-    wait(&shared.q_landed[at], parity);
-    if (!listed) {
-      for (int piece = 0; piece < kColumns / 8; ++piece) row_piece(shared.q[at], piece) = {};
-    }
     fence_async_proxy();
-    arrive_warp(&shared.q_full[at]);
-    wait(&shared.weighted_q_empty, count % 2 ^ 1);
-    for (int piece = 0; piece < kColumns / 8; ++piece) {
-      const uint4 values = row_piece(shared.q[at], piece);
-      const auto weighted = [&](uint32_t pair) {
-        return pack_bf16(__uint_as_float(pair << 16) * weight, __uint_as_float(pair & 0xffff0000u) * weight);
-      };
-      row_piece(shared.weighted_q, piece) = {weighted(values.x), weighted(values.y), weighted(values.z),
-                                             weighted(values.w)};
-    }
-    fence_async_proxy();
-    arrive_warp(&shared.weighted_q_full);
+    arrive(&shared.q_full[at]);
   };
 
   for (int group = blockIdx.x; group < (p.queries + kQueries - 1) / kQueries; group += gridDim.x) {
@@ -142,6 +124,7 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
       }
     };
     if (tiles > 0) load_ids(0);
+    request_queries(group);
     for (int index = 0; index < tiles; ++index) {
       const GatherRows rows(g_keys, static_cast<uint32_t>(p.k_stride * sizeof(Bf16)), ids, p.seq_kv);
       if (index + 1 < tiles) load_ids(index + 1);
@@ -158,208 +141,232 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
                       g_gradients + static_cast<int64_t>(entry) * kQueries + thread * kPieceGradients, 16);
       }
       publish(entry, group);
-      if (index == 0) load_queries(group);
+      if (index == 0) publish_queries(group);
     }
-    if (tiles == 0) load_queries(group);  // its gradients are 0, whatever it holds
-    for (int i = 0; i < kScoreWarpgroups; ++i) {
-      wait(&shared.empty[ring.slot], ring.parity ^ 1);
-      publish(kGroupEnds, group);
-    }
+    if (tiles == 0) publish_queries(group);  // its gradients are 0, whatever it holds
+    wait(&shared.empty[ring.slot], ring.parity ^ 1);
+    publish(kGroupEnds, group);
     ++count;
   }
-  for (int i = 0; i < kScoreWarpgroups; ++i) {
-    wait(&shared.empty[ring.slot], ring.parity ^ 1);
-    publish(kAllEnd, 0);
-  }
+  wait(&shared.empty[ring.slot], ring.parity ^ 1);
+  publish(kAllEnd, 0);
 }
 
-// D and dk. By a warpgroup, number `warpgroup`.
-template <int kColumns, int kHeads, bool kDeterministic>
-__device__ __forceinline__ void score(SharedStorage<kColumns, kHeads>& shared, const Params& p, int warpgroup,
-                                      int thread) {
-  using namespace cute;
-  constexpr int kQueries = queries_of_group(kHeads), kEights = kRows / 8;
-  static_assert(kColumns <= kRows);
-  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-
-  NarrowScoreMma<kRows> score_mma;
-  KeyRowsMma<kColumns> dk_mma;
-  Tensor r_s = partition_fragment_C(score_mma, Shape<_64, Int<kRows>>{});
-  Tensor r_dk = partition_fragment_C(dk_mma, Shape<_64, Int<kColumns>>{});
-  Tensor r_d = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kRows / 16>>{});
-  uint32_t* pairs = reinterpret_cast<uint32_t*>(r_d.data());
-
-  Ring<SharedStorage<kColumns, kHeads>::kTiles> ring;
-  Ring<kDerivatives> derivatives;
-  ring.advance(warpgroup), derivatives.advance(warpgroup);
-  for (;; ring.advance(kScoreWarpgroups), derivatives.advance(kScoreWarpgroups)) {
-    wait(&shared.full[ring.slot], ring.parity);
-    const auto& step = shared.steps[ring.slot];
-    const int first_entry = read_for_warp(step.first_entry), count = read_for_warp(step.count);
-    const int group = read_for_warp(step.group), at = count % kGroups;
-    if (first_entry < 0) {
-      wait(&shared.derivatives_empty[derivatives.slot], derivatives.parity ^ 1);
-      arrive_warp(&shared.derivatives_full[derivatives.slot]);
-      if (first_entry == kAllEnd) break;
-      arrive_warp(&shared.q_empty[at]);
-      arrive_warp(&shared.weighted_q_empty);
-      arrive_warp(&shared.empty[ring.slot]);
-      continue;
-    }
-    wait(&shared.q_full[at], count / kGroups % 2);
-    fence_async_proxy();
-    const auto r_keys = score_mma.get_slice(thread).partition_fragment_A(
-        make_tensor(make_smem_ptr(shared.keys[ring.slot]), RowsByColumns<kColumns>{}));
-    const auto r_q = score_mma.get_slice(thread).partition_fragment_B(
-        make_tensor(make_smem_ptr(shared.q[at]), HeadsByColumns<kRows, kColumns>{}));
-    warpgroup_fence_operand(r_s);
-    warpgroup_arrive();
-    score_mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-    for (int k = 0; k < size<2>(r_keys); ++k) {
-      gemm(score_mma, r_keys(_, _, k), r_q(_, _, k), r_s);
-      score_mma.accumulate_ = GMMA::ScaleOut::One;
-    }
-    warpgroup_commit_batch();
-    const RowIds ids(step.ids + warp * 16, lane);
-    wait(&shared.derivatives_empty[derivatives.slot], derivatives.parity ^ 1);
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(r_s);
-#pragma unroll
-    for (int eight = 0; eight < kEights; ++eight) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int key = warp * 16 + lane / 4 + r * 8;
-        const uint32_t gradient = step.gradients[key * kQueries + eight * 8 / kHeads];
-        // A score that is NaN counts as positive, like in the reference.
-        pairs[eight * 2 + r] =
-            (r_s(eight * 4 + r * 2) <= 0.f ? 0u : gradient) | (r_s(eight * 4 + r * 2 + 1) <= 0.f ? 0u : gradient << 16);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kRows / 16; ++i) {
-      store_matrices(shared_address(shared.derivatives[derivatives.slot]) + i / 4 * kChunkBytes +
-                         swizzled_offset(warp * 16 + thread % 16, i % 4 * 2 + thread / 16 % 2),
-                     pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]);
-    }
-    fence_async_proxy();
-    arrive_warp(&shared.derivatives_full[derivatives.slot]);
-    arrive_warp(&shared.empty[ring.slot]);
-
-    wait(&shared.weighted_q_full, count % 2);
-    const auto r_rows = dk_mma.get_slice(thread).partition_fragment_B(
-        make_tensor(make_smem_ptr(shared.weighted_q), ColumnsByHeads<kColumns, kRows>{}));
-    warpgroup_fence_operand(r_d);
-    warpgroup_fence_operand(r_dk);
-    warpgroup_arrive();
-    dk_mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-    for (int k = 0; k < size<2>(r_d); ++k) {
-      gemm(dk_mma, r_d(_, _, k), r_rows(_, _, k), r_dk);
-      dk_mma.accumulate_ = GMMA::ScaleOut::One;
-    }
-    warpgroup_commit_batch();
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(r_dk);
-    if constexpr (kDeterministic) {
-      const int64_t row = static_cast<int64_t>(group) * p.capacity + first_entry + warp * 16;
-      store_rows(static_cast<Bf16*>(p.dk.rows) + row * kColumns, kColumns, ids, r_dk, lane);
-    } else {
-      add_rows(p.dk.sums, kColumns, ids, r_dk, lane);
-    }
-  }
-}
-
-// dq and dw. By one warpgroup.
+// w D, dq and dw of 64 rows. By a warpgroup, number `warpgroup`.
 template <int kColumns, int kHeads>
-__device__ __forceinline__ void sum_queries(SharedStorage<kColumns, kHeads>& shared, const Params& p,
-                                            const CUtensorMap& dq_map, int thread) {
+__device__ __forceinline__ void compute_rows(SharedStorage<kColumns, kHeads>& shared, const Params& p,
+                                             const CUtensorMap& dq_map, int warpgroup, int thread) {
   using namespace cute;
-  constexpr int kChunks = kColumns / kChunkColumns;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-  TransposedMma<kRows> mma;
-  Tensor r_sum = partition_fragment_C(mma, Shape<Int<kColumns>, Int<kRows>>{});  // columns x rows
-  clear(r_sum);
-  int steps_without_keys = 0;
+  const int first_row = warpgroup * kWarpgroupRows, matrix_row = warp * 16 + lane % 16, matrix_piece = lane / 16;
+  const int row = first_row + warp * 16 + lane / 4;  // and the one 8 further
+
+  ScoreMmaFromRegisters score_mma;
+  RowsMma<kColumns> rows_mma;
+  Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kColumns / 16>>{});
+  Tensor r_s = partition_fragment_C(score_mma, Shape<_64, _64>{});
+  Tensor r_d = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kTileKeys / 16>>{});
+  Tensor r_sum = partition_fragment_C(rows_mma, Shape<_64, Int<kColumns>>{});
+  auto& q_pairs = *reinterpret_cast<uint32_t (*)[kColumns / 16][4]>(r_q.data());
+  auto& pairs = *reinterpret_cast<uint32_t (*)[kTileKeys / 16][4]>(r_d.data());
 
   Ring<SharedStorage<kColumns, kHeads>::kTiles> ring;
   Ring<kDerivatives> derivatives;
-  for (;; ring.advance(), derivatives.advance()) {
+  for (;; ring.advance()) {
     wait(&shared.full[ring.slot], ring.parity);
-    wait(&shared.derivatives_full[derivatives.slot], derivatives.parity);
-    const auto& step = shared.steps[ring.slot];
-    const int first_entry = read_for_warp(step.first_entry), count = read_for_warp(step.count);
-    const int query = p.first_query + read_for_warp(step.group) * queries_of_group(kHeads), at = count % kGroups;
-    if (first_entry == kAllEnd) break;
-    if (first_entry >= 0) {
-      mma.accumulate_ = GMMA::ScaleOut::One;
+    if (read_for_warp(shared.steps[ring.slot].first_entry) == kAllEnd) break;
+    const int group = read_for_warp(shared.steps[ring.slot].group);
+    const int count = read_for_warp(shared.steps[ring.slot].count), at = count % kGroups;
+    wait(&shared.q_full[at], count / kGroups % 2);
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      load_matrices(shared_address(shared.q[at] + i / 4 * kRows * kChunkColumns) +
+                        swizzled_offset(first_row + matrix_row, i % 4 * 2 + matrix_piece),
+                    q_pairs[i]);
+    }
+    const float weights[2] = {shared.weights[at][row], shared.weights[at][row + 8]};
+    clear(r_sum);
+    for (;; ring.advance()) {
+      wait(&shared.full[ring.slot], ring.parity);
+      const auto& step = shared.steps[ring.slot];
+      if (read_for_warp(step.first_entry) == kGroupEnds) break;
+      const auto s_keys = make_tensor(make_smem_ptr(shared.keys[ring.slot]), RowsByColumns<kColumns>{});
+      const auto s_columns = make_tensor(make_smem_ptr(shared.keys[ring.slot]), ColumnsByRows<kColumns>{});
+      const auto r_keys = score_mma.get_slice(thread).partition_fragment_B(s_keys);
+      const auto r_columns = rows_mma.get_slice(thread).partition_fragment_B(s_columns);
       fence_async_proxy();
-      const auto r_keys = mma.get_slice(thread).partition_fragment_A(
-          make_tensor(make_smem_ptr(shared.keys[ring.slot]), ColumnsByRows<kColumns>{}));
-      const auto r_d = mma.get_slice(thread).partition_fragment_B(
-          make_tensor(make_smem_ptr(shared.derivatives[derivatives.slot]), ColumnsByRows<kRows>{}));
+      warpgroup_fence_operand(r_q);
+      warpgroup_fence_operand(r_s);
+      warpgroup_arrive();
+      score_mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+      for (int k = 0; k < size<2>(r_q); ++k) {
+        gemm(score_mma, r_q(_, _, k), r_keys(_, _, k), r_s);
+        score_mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      wait(&shared.derivatives_empty[derivatives.slot], derivatives.parity ^ 1);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(r_s);
+#pragma unroll
+      for (int i = 0; i < kTileKeys / 16; ++i) {
+        uint32_t weighted[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {  // of four 8 x 8 matrices: first rows, then keys
+          const int key = i * 16 + m / 2 * 8 + lane % 4 * 2, query = (row + m % 2 * 8) / kHeads;
+          const uint32_t gradients = *reinterpret_cast<const uint32_t*>(step.gradients + query * kTileKeys + key);
+          // A score that is NaN counts as positive, like in the reference.
+          const uint32_t low = r_s(8 * i + 2 * m) <= 0.f ? 0u : gradients << 16;
+          const uint32_t high = r_s(8 * i + 2 * m + 1) <= 0.f ? 0u : gradients & 0xffff0000u;
+          pairs[i][m] = low >> 16 | high;
+          weighted[m] = pack_bf16(__uint_as_float(low) * weights[m % 2], __uint_as_float(high) * weights[m % 2]);
+        }
+        store_matrices(shared_address(shared.derivatives[derivatives.slot]) +
+                           swizzled_offset(first_row + matrix_row, i * 2 + matrix_piece),
+                       weighted[0], weighted[1], weighted[2], weighted[3]);
+      }
+      fence_async_proxy();
+      arrive(&shared.derivatives_full[derivatives.slot]);
+      derivatives.advance();
+      warpgroup_fence_operand(r_d);
       warpgroup_fence_operand(r_sum);
       warpgroup_arrive();
 #pragma unroll
-      for (int k = 0; k < size<2>(r_keys); ++k) gemm(mma, r_keys(_, _, k), r_d(_, _, k), r_sum);
+      for (int k = 0; k < size<2>(r_d); ++k) gemm(rows_mma, r_d(_, _, k), r_columns(_, _, k), r_sum);
       warpgroup_commit_batch();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_sum);
+      arrive(&shared.empty[ring.slot]);
     }
-    arrive_warp(&shared.derivatives_empty[derivatives.slot]);
-    arrive_warp(&shared.empty[ring.slot]);
-    if (first_entry != kGroupEnds || steps_without_keys++ % kScoreWarpgroups != 0) continue;
-    wait(&shared.q_full[at], count / kGroups % 2);
-    const int matrix = lane / 8;  // of four, 8 x 8: first rows of Q, then columns
-    float (&sums)[kWarpsPerWarpgroup][kRows] = shared.dweights[at];
+    arrive(&shared.empty[ring.slot]);
+    arrive(&shared.q_empty[at]);
+
+    if (thread == 0) tma_store_wait_read();  // of the group before
+    sync_warpgroup(kRowsBarrier + warpgroup);
+    float dweights[2] = {};
 #pragma unroll
-    for (int i = 0; i < kRows / 16; ++i) {
-      float dweights[4] = {};
+    for (int i = 0; i < kColumns / 16; ++i) {
+      uint32_t dq[4];
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const uint32_t address = shared_address(shared.q[at] + chunk * kRows * kChunkColumns) +
-                                 swizzled_offset(16 * i + matrix / 2 * 8 + lane % 8, warp * 2 + matrix % 2);
-        uint32_t q[4], dq[4];
-        load_matrices_transposed(address, q);
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          float& low = r_sum(8 * i + 2 * m, chunk, 0);
-          float& high = r_sum(8 * i + 2 * m + 1, chunk, 0);
-          const int h = m / 2 * 2;
-          const float2 weight = *reinterpret_cast<const float2*>(&shared.weights[at][16 * i + h * 4 + lane % 4 * 2]);
-          dweights[h] = fmaf(low, __uint_as_float(q[m] << 16), dweights[h]);
-          dweights[h + 1] = fmaf(high, __uint_as_float(q[m] & 0xffff0000u), dweights[h + 1]);
-          dq[m] = pack_bf16(low * weight.x, high * weight.y);
-          low = high = 0.f;
-        }
-        store_matrices_transposed(address, dq[0], dq[1], dq[2], dq[3]);
+      for (int m = 0; m < 4; ++m) {
+        const float low = r_sum(8 * i + 2 * m), high = r_sum(8 * i + 2 * m + 1);
+        dweights[m % 2] = fmaf(low, __uint_as_float(q_pairs[i][m] << 16), dweights[m % 2]);
+        dweights[m % 2] = fmaf(high, __uint_as_float(q_pairs[i][m] & 0xffff0000u), dweights[m % 2]);
+        dq[m] = pack_bf16(low * weights[m % 2], high * weights[m % 2]);
       }
-#pragma unroll
-      for (int h = 0; h < 4; ++h) {
-#pragma unroll
-        for (int lanes = 4; lanes < kWarpThreads; lanes *= 2) {
-          dweights[h] += __shfl_xor_sync(~0u, dweights[h], lanes);
-        }
-        if (lane < 4) sums[warp][16 * i + h / 2 * 8 + lane * 2 + h % 2] = dweights[h];
-      }
+      store_matrices(shared_address(shared.dq[warpgroup]) + i / 4 * kChunkBytes +
+                         swizzled_offset(matrix_row, i % 4 * 2 + matrix_piece),
+                     dq[0], dq[1], dq[2], dq[3]);
     }
     fence_async_proxy();
-    sync_warpgroup<kQueryBarrier>();
+    sync_warpgroup(kRowsBarrier + warpgroup);
+    const int first_query = p.first_query + group * queries_of_group(kHeads);
     if (thread == 0) {
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        tma_store(&dq_map, shared.q[at] + chunk * kRows * kChunkColumns, {chunk * kChunkColumns, 0, 0, query, 0});
+      for (int chunk = 0; chunk < kColumns / kChunkColumns; ++chunk) {
+        tma_store(&dq_map, shared.dq[warpgroup] + chunk * kWarpgroupRows * kChunkColumns,
+                  {chunk * kChunkColumns, 0, 0, first_query + first_row / kHeads, 0});
       }
       tma_store_commit();
     }
-    if (query + thread / kHeads < p.seq) {
-      float sum = 0.f;
-      for (const auto& of_warp : sums) sum += of_warp[thread];
-      p.dweights[static_cast<int64_t>(query) * kHeads + thread] = sum;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      dweights[r] += __shfl_xor_sync(~0u, dweights[r], 1);
+      dweights[r] += __shfl_xor_sync(~0u, dweights[r], 2);
+      if (lane % 4 == 0 && first_query + (row + r * 8) / kHeads < p.seq) {
+        p.dweights[static_cast<int64_t>(first_query) * kHeads + row + r * 8] = dweights[r];
+      }
     }
-    if (thread == 0) {
-      tma_store_wait_read();
-      arrive(&shared.q_empty[at]);
+  }
+  if (thread == 0) tma_store_wait_read();
+}
+
+// dk. By one warpgroup.
+template <int kColumns, int kHeads, bool kDeterministic>
+__device__ __forceinline__ void add_to_keys(SharedStorage<kColumns, kHeads>& shared, const Params& p, int thread) {
+  using namespace cute;
+  constexpr int kLast = kColumns / kChunkColumns - 1;
+  static_assert(kLast <= 1);
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  TransposedMma<kChunkColumns> mma;
+  // 64 columns of a tile: of two, the first are even. Of one, tiles are even and odd in turn.
+  struct Chunk {
+    decltype(partition_fragment_C(mma, Shape<_64, Int<kChunkColumns>>{})) r_sum;
+    RowIds ids;
+    int64_t first_row;  // of the warp's, where each entry has one
+  } even, odd;
+
+  Ring<SharedStorage<kColumns, kHeads>::kTiles> ring;
+  Ring<kDerivatives> derivatives;
+  int at = 0;  // of Q
+  // Whether another tile comes.
+  const auto next_tile = [&](Chunk& chunk) {
+    for (;; ring.advance()) {
+      wait(&shared.full[ring.slot], ring.parity);
+      const auto& step = shared.steps[ring.slot];
+      const int first_entry = read_for_warp(step.first_entry), count = read_for_warp(step.count);
+      if (first_entry == kAllEnd) return false;
+      at = count % kGroups;
+      if (first_entry == kGroupEnds) {
+        arrive(&shared.q_empty[at]);
+        arrive(&shared.empty[ring.slot]);
+        continue;
+      }
+      chunk.ids = RowIds(step.ids + warp * 16, lane);
+      chunk.first_row = static_cast<int64_t>(read_for_warp(step.group)) * p.capacity + first_entry + warp * 16;
+      arrive(&shared.empty[ring.slot]);
+      ring.advance();
+      wait(&shared.q_full[at], count / kGroups % 2);
+      wait(&shared.derivatives_full[derivatives.slot], derivatives.parity);
+      fence_async_proxy();
+      return true;
     }
+  };
+  const auto add = [&](Chunk& chunk, int column) {
+    if constexpr (kDeterministic) {
+      Bf16* g_rows = static_cast<Bf16*>(p.dk.rows) + chunk.first_row * kColumns + column;
+      store_rows(g_rows, kColumns, chunk.ids, chunk.r_sum, lane);
+    } else {
+      SumRows rows(p.dk.sums + column, kColumns, chunk.ids, lane);
+      rows.hold();
+      add_rows(rows, chunk.r_sum, lane);
+    }
+  };
+  const auto add_even = [&] { add(even, 0); };
+  const auto add_odd = [&] { add(odd, kLast * kChunkColumns); };
+  const auto compute = [&](Chunk& chunk, auto number, const auto& add_before) {
+    const auto r_d = mma.get_slice(thread).partition_fragment_A(
+        make_tensor(make_smem_ptr(shared.derivatives[derivatives.slot]), ColumnsByHeads<kTileKeys, kRows>{}));
+    const auto r_q = mma.get_slice(thread).partition_fragment_B(make_tensor(
+        make_smem_ptr(shared.q[at] + number * kRows * kChunkColumns), ColumnsByHeads<kChunkColumns, kRows>{}));
+    warpgroup_fence_operand(chunk.r_sum);
+    warpgroup_arrive();
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+    for (int k = 0; k < size<2>(r_d); ++k) {
+      gemm(mma, r_d(_, _, k), r_q(_, _, k), chunk.r_sum);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+    add_before();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(chunk.r_sum);
+    if constexpr (number == kLast) {
+      arrive(&shared.derivatives_empty[derivatives.slot]);
+      derivatives.advance();
+    }
+  };
+  // ptxas keeps the products going only where nothing is added that no product has written: hence the first by itself.
+  if (!next_tile(even)) return;
+  compute(even, Int<0>{}, [] {});
+  for (;;) {
+    if constexpr (kLast == 1) {
+      odd.ids = even.ids, odd.first_row = even.first_row;
+    } else if (!next_tile(odd)) {
+      return add_even();
+    }
+    compute(odd, Int<kLast>{}, add_even);
+    if (!next_tile(even)) return add_odd();
+    compute(even, Int<0>{}, add_odd);
   }
 }
 
@@ -374,33 +381,32 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&dq_map);
+    constexpr int kReaders = (kRowWarpgroups + 1) * kWarpgroupThreads;
     for (int i = 0; i < kGroups; ++i) {
       barrier_init(&shared.q_landed[i], 1);
-      barrier_init(&shared.q_full[i], kWarpsPerWarpgroup);
-      barrier_init(&shared.q_empty[i], kScoreWarpgroups * kWarpsPerWarpgroup + 1);
+      barrier_init(&shared.q_full[i], kWarpgroupThreads);
+      barrier_init(&shared.q_empty[i], kReaders);
     }
-    barrier_init(&shared.weighted_q_full, kWarpsPerWarpgroup);
-    barrier_init(&shared.weighted_q_empty, kScoreWarpgroups * kWarpsPerWarpgroup);
     for (int i = 0; i < SharedStorage<kColumns, kHeads>::kTiles; ++i) {
-      barrier_init(&shared.full[i], kWarpgroupThreads + kWarpsPerWarpgroup);
-      barrier_init(&shared.empty[i], 2 * kWarpsPerWarpgroup);
+      barrier_init(&shared.full[i], kWarpgroupThreads + 1);
+      barrier_init(&shared.empty[i], kReaders);
     }
     for (int i = 0; i < kDerivatives; ++i) {
-      barrier_init(&shared.derivatives_full[i], kWarpsPerWarpgroup);
-      barrier_init(&shared.derivatives_empty[i], kWarpsPerWarpgroup);
+      barrier_init(&shared.derivatives_full[i], kRowWarpgroups * kWarpgroupThreads);
+      barrier_init(&shared.derivatives_empty[i], kWarpgroupThreads);
     }
     fence_barrier_init();
   }
   __syncthreads();
   constexpr Registers kRegisters = registers_of(kColumns);
-  static_assert(kScoreWarpgroups * kRegisters.score + kRegisters.query + kRegisters.gather <=
+  static_assert(kRowWarpgroups * kRegisters.rows + kRegisters.keys + kRegisters.gather <=
                 kThreads / kWarpgroupThreads * kStartRegisters);
-  if (warpgroup < kScoreWarpgroups) {
-    set_registers<kRegisters.score, kStartRegisters>();
-    score<kColumns, kHeads, kDeterministic>(shared, p, warpgroup, thread);
-  } else if (warpgroup == kScoreWarpgroups) {
-    set_registers<kRegisters.query, kStartRegisters>();
-    sum_queries<kColumns, kHeads>(shared, p, dq_map, thread);
+  if (warpgroup < kRowWarpgroups) {
+    set_registers<kRegisters.rows, kStartRegisters>();
+    compute_rows<kColumns, kHeads>(shared, p, dq_map, warpgroup, thread);
+  } else if (warpgroup == kRowWarpgroups) {
+    set_registers<kRegisters.keys, kStartRegisters>();
+    add_to_keys<kColumns, kHeads, kDeterministic>(shared, p, thread);
   } else {
     set_registers<kRegisters.gather, kStartRegisters>();
     gather<kColumns, kHeads>(shared, p, q_map, thread);

@@ -24,10 +24,11 @@ template <int kColumns, int kHeads, bool kDeterministic>
 const char* launch_config(const Params& p, int groups, cudaStream_t stream) {
   const HeadTensor q{p.q, p.dim, p.heads, 1, p.seq, 1, p.q_stride_h, 0, p.q_stride_s, 0};
   const HeadTensor dq{p.dq, p.dim, p.heads, 1, p.seq, 1, p.dim, 0, int64_t(p.heads) * p.dim, 0};
-  const HeadBox box{.heads = p.heads, .positions = queries_of_group(p.heads)};
   CUtensorMap q_map, dq_map;
-  if (!encode_head_tensor(&q_map, q, box)) return "no tensor map for q";
-  if (!encode_head_tensor(&dq_map, dq, box)) return "no tensor map for dq";
+  if (!encode_head_tensor(&q_map, q, {.heads = kHeads, .positions = kRows / kHeads})) return "no tensor map for q";
+  if (!encode_head_tensor(&dq_map, dq, {.heads = kHeads, .positions = kWarpgroupRows / kHeads})) {
+    return "no tensor map for dq";
+  }
   constexpr int kBytes = sizeof(SharedStorage<kColumns, kHeads>);
   static_assert(kBytes <= 227 * 1024);
   return launch_kernel<indexer_bwd_kernel<kColumns, kHeads, kDeterministic>>(

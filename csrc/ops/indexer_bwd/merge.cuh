@@ -69,8 +69,10 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
   __nv_bfloat16* const g_gradients =
       static_cast<__nv_bfloat16*>(p.gradients) + static_cast<int64_t>(blockIdx.x) * p.capacity * group_queries;
   const auto clear_gradients = [&](int begin, int end) {
-    uint32_t* g_pairs = reinterpret_cast<uint32_t*>(g_gradients);
-    for (int i = begin * group_queries / 2 + threadIdx.x; i < end * group_queries / 2; i += threads) g_pairs[i] = 0;
+    for (int query = 0; query < group_queries; ++query) {
+      for (int i = begin + threadIdx.x; i < end; i += threads)
+        g_gradients[gradient_place(i, query, group_queries)] = 0.f;
+    }
   };
   const auto ids_of = [&](int query) { return p.indices + (first_query + query) * p.indices_stride; };
   const auto dscores_of = [&](int query) { return p.dscores + (first_query + query) * p.dscores_stride; };
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
     const auto write = [&](int query, int slot, unsigned key) {
       const int at = s_before[key / 32] + __popc(s_all[key / 32] & (1u << key % 32) - 1);
       g_entries[at] = first_key + key;  // others that list it write the same
-      g_gradients[at * group_queries + query] = __ldg(dscores_of(query) + slot);
+      g_gradients[gradient_place(at, query, group_queries)] = __ldg(dscores_of(query) + slot);
     };
     if (again == 0) {
       for (int query = 0; query < queries; ++query) {
@@ -156,7 +158,8 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
                          const int place = at + __popc(mask & (1u << threadIdx.x % 32) - 1);
                          g_entries[place] = first_key + key;
                          for (int query = 0; query < group_queries; ++query) {
-                           g_gradients[place * group_queries + query] = query == warp ? dscores_of(query)[slot] : 0.f;
+                           g_gradients[gradient_place(place, query, group_queries)] =
+                               query == warp ? dscores_of(query)[slot] : 0.f;
                          }
                        }
                        at += __popc(mask);
@@ -194,14 +197,15 @@ __global__ void __launch_bounds__(kEntryThreads) list_ranges_kernel(const __grid
   const int64_t entry = static_cast<int64_t>(group) * p.capacity + at;
   const int key = begin + at;
   p.entries[entry] = at < count ? key : -1;
-  __nv_bfloat16* const g_gradients = static_cast<__nv_bfloat16*>(p.gradients) + entry * group_queries;
+  __nv_bfloat16* const g_gradients =
+      static_cast<__nv_bfloat16*>(p.gradients) + static_cast<int64_t>(group) * p.capacity * group_queries;
   for (int query = first_query; query < first_query + group_queries; ++query) {
     float gradient = 0.f;
     if (at < count && query < end_query) {
       const Bounds bounds(p, query);
       if (key >= bounds.begin && key < bounds.end) gradient = p.dscores[query * p.dscores_stride + key];
     }
-    g_gradients[query - first_query] = gradient;
+    g_gradients[gradient_place(at, query - first_query, group_queries)] = gradient;
   }
 }
 

@@ -26,7 +26,7 @@ struct Params {
 
   // The keys of each group of queries; those that a query lists again are entries of their own.
   int* entries;       // [groups of a launch, capacity]: ids, -1 behind the last up to a whole tile
-  void* gradients;    // bf16 [groups of a launch, capacity, queries of a group]: of dscores, 0 where not listed
+  void* gradients;    // bf16 [groups of a launch, tiles, queries of a group, 64]: of dscores, 0 where not listed
   int* counts;        // [groups of a launch]: entries
   unsigned* listing;  // [groups of a launch]: bit i: query i of the group has an entry
   int capacity;       // of a group, a multiple of a tile's keys
