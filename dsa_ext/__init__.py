@@ -5,6 +5,7 @@ from dsa_ext import ops as ops
 from dsa_ext._native import __version__, build_info
 from dsa_ext.functional import (
     attn_dist,
+    block_sparse_attn,
     indexer_dense_loss,
     indexer_logits,
     indexer_loss,
@@ -17,6 +18,7 @@ from dsa_ext.functional import (
 __all__ = [
     "__version__",
     "attn_dist",
+    "block_sparse_attn",
     "build_info",
     "indexer_dense_loss",
     "indexer_logits",

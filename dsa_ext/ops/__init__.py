@@ -2,6 +2,8 @@
 
 from dsa_ext.ops import (
     attn_dist,
+    block_sparse_attn_bwd,
+    block_sparse_attn_fwd,
     indexer_dense_loss,
     indexer_logits,
     indexer_logits_bwd,
@@ -16,6 +18,8 @@ from dsa_ext.ops import (
 
 __all__ = [
     "attn_dist",
+    "block_sparse_attn_bwd",
+    "block_sparse_attn_fwd",
     "indexer_dense_loss",
     "indexer_logits",
     "indexer_logits_bwd",

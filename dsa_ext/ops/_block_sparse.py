@@ -1,0 +1,43 @@
+"""The arguments that block_sparse_attn_fwd and its gradients share, and what must hold of them."""
+
+import torch
+from torch import Tensor
+
+from dsa_ext.ops._checks import check_same_device, check_tensor, describe, fail
+from dsa_ext.reference.block_sparse import blocks
+
+_COLUMNS = (64, 128)
+#: The reference computes in fp32 or float64, so the CPU takes these too.
+_CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_inputs(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q2k_index: Tensor,
+    q2k_num: Tensor,
+    kv_block_size: Tensor | None,
+    sm_scale: float | None,
+) -> None:
+    """Fails unless the arguments, all but those of one kernel's memory layout, are legal."""
+    dtype = q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
+    check_tensor(op, "q", q, dtype, B=None, H=None, Nq=None, D=None)
+    batch, heads, length, dim = q.shape
+    check_tensor(op, "k", k, dtype, B=batch, Hkv=None, Nkv=None, D=dim)
+    kv_heads, kv_length = k.shape[1:3]
+    check_tensor(op, "v", v, dtype, B=batch, Hkv=kv_heads, Nkv=kv_length, D=dim)
+    check_tensor(op, "q2k_index", q2k_index, torch.int32, B=batch, H=heads, Mq=blocks(length), M=None)
+    check_tensor(op, "q2k_num", q2k_num, torch.int32, B=batch, H=heads, Mq=blocks(length))
+    if kv_block_size is not None:
+        check_tensor(op, "kv_block_size", kv_block_size, torch.int32, Mkv=blocks(kv_length))
+    if dim not in _COLUMNS:
+        fail(op, f"q's columns must be 64 or 128, got {dim}")
+    if kv_heads < 1 or heads % kv_heads != 0:
+        fail(op, f"q's heads must be a multiple of k's, got {heads} and {kv_heads}")
+    if q2k_index.shape[3] < 1:
+        fail(op, f"q2k_index must have at least one slot a row, got {describe(q2k_index)}")
+    if sm_scale is not None and not abs(sm_scale) <= torch.finfo(torch.float32).max:
+        fail(op, f"sm_scale must be finite in fp32, got {sm_scale}")
+    check_same_device(op, "q", q, k=k, v=v, q2k_index=q2k_index, q2k_num=q2k_num, kv_block_size=kv_block_size)

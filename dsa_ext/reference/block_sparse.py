@@ -1,0 +1,162 @@
+"""Attention of blocks of queries to listed blocks of keys in plain PyTorch, forward and backward, on any device.
+
+Arithmetic is fp32, or float64 for float64 inputs. Blocks of queries are taken in chunks, which bound the memory next to
+the tensors themselves.
+
+Letters: B batch, H heads, Hkv heads of keys, Nq queries, Nkv keys, D columns of a head, M listed blocks; Mq and Mkv
+blocks of queries and keys.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsa_ext.reference.sparse_mla import compute_dtype
+
+#: Queries, and keys, of a block.
+BLOCK = 64
+#: Elements that the temporaries of one chunk may hold.
+_CHUNK_ELEMENTS = 2**26
+
+
+def blocks(length: int) -> int:
+    """Blocks that so many queries or keys make, the last of which may be shorter."""
+    return -(-length // BLOCK)
+
+
+def listed_blocks(q2k_index: Tensor, q2k_num: Tensor, kv_blocks: int) -> Tensor:
+    """Which slots of q2k_index name a block and are in use: bool [B, H, Mq, M]."""
+    used = torch.arange(q2k_index.shape[3], device=q2k_index.device) < q2k_num[..., None]
+    return used & (q2k_index >= 0) & (q2k_index < kv_blocks)
+
+
+def valid_keys(k: Tensor, kv_block_size: Tensor | None) -> Tensor:
+    """Which keys of each block are valid: bool [Mkv, 64]."""
+    length = k.shape[2]
+    valid = (torch.arange(blocks(length) * BLOCK, device=k.device) < length).view(-1, BLOCK)
+    if kv_block_size is not None:
+        valid &= torch.arange(BLOCK, device=k.device) < kv_block_size[:, None]
+    return valid
+
+
+@dataclass
+class Chunk:
+    """A run of blocks of queries with their keys gathered. Slots that are not visible hold zeros."""
+
+    queries: slice
+    q: Tensor  # [B, H, m, 64, D]
+    keys: Tensor  # [B, H, m, M * 64, D]
+    values: Tensor  # the same
+    visible: Tensor  # [B, H, m, 1, M * 64]
+    rows: Tensor  # [B, H, m, M], blocks of k flattened to [B * Hkv * (Mkv + 1), 64, D]
+
+    def scores(self, sm_scale: float) -> Tensor:
+        return (self.q @ self.keys.mT * sm_scale).masked_fill(~self.visible, -torch.inf)
+
+
+def cut(x: Tensor, count: int) -> Tensor:
+    """[B, H, N, D] as [B, H, count, 64, D], with zeros behind the last row."""
+    missing = count * BLOCK - x.shape[2]
+    padded: Tensor = torch.nn.functional.pad(x, (0, 0, 0, missing))
+    return padded.reshape(*x.shape[:2], count, BLOCK, x.shape[3])
+
+
+def uncut(x: Tensor, like: Tensor) -> Tensor:
+    """The other way round: in the layout and dtype of `like` [B, H, N, D]."""
+    return torch.empty_like(like).copy_(x.flatten(2, 3)[:, :, : like.shape[2]])
+
+
+def chunks(
+    q: Tensor, k: Tensor, v: Tensor, q2k_index: Tensor, q2k_num: Tensor, kv_block_size: Tensor | None
+) -> Iterator[Chunk]:
+    batch, heads, length, dim = q.shape
+    kv_heads, kv_length = k.shape[1:3]
+    kv_blocks, slots = blocks(kv_length), q2k_index.shape[3]
+    dtype = compute_dtype(q)
+    q_cut = cut(q, blocks(length))
+    # Slots that name no block read one of zeros behind the last, and no key that is not valid is read.
+    seen = torch.nn.functional.pad(valid_keys(k, kv_block_size), (0, 0, 0, 1))
+    k_cut, v_cut = (cut(x, kv_blocks + 1).masked_fill(~seen[..., None], 0).flatten(0, 2) for x in (k, v))
+    ids = torch.where(listed_blocks(q2k_index, q2k_num, kv_blocks), q2k_index, kv_blocks).long()
+    b = torch.arange(batch, device=q.device)[:, None, None, None]
+    h = torch.arange(heads, device=q.device)[:, None, None] // (heads // kv_heads)
+    rows = (b * kv_heads + h) * (kv_blocks + 1) + ids
+
+    step = max(1, _CHUNK_ELEMENTS // max(1, batch * heads * slots * BLOCK * (2 * dim + 2 * BLOCK)))
+    for begin in range(0, blocks(length), step):
+        run = slice(begin, begin + step)
+        yield Chunk(
+            queries=run,
+            q=q_cut[:, :, run].to(dtype),
+            keys=k_cut[rows[:, :, run]].to(dtype).flatten(3, 4),
+            values=v_cut[rows[:, :, run]].to(dtype).flatten(3, 4),
+            visible=seen[ids[:, :, run]].flatten(3, 4)[..., None, :],
+            rows=rows[:, :, run],
+        )
+
+
+def block_sparse_attn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q2k_index: Tensor,
+    q2k_num: Tensor,
+    kv_block_size: Tensor | None = None,
+    sm_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`dsa_ext.block_sparse_attn` for the arguments. Takes any D.
+
+    Returns out, like q, and lse [B, H, Nq] in fp32 (float64 for float64 inputs).
+    """
+    scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
+    count = blocks(q.shape[2])
+    out = q.new_empty(*q.shape[:2], count, BLOCK, q.shape[3])
+    lse = q.new_empty(*q.shape[:2], count, BLOCK, dtype=compute_dtype(q))
+    for chunk in chunks(q, k, v, q2k_index, q2k_num, kv_block_size):
+        scores = chunk.scores(scale)
+        sums = scores.logsumexp(-1)
+        lse[:, :, chunk.queries] = sums
+        probs = torch.exp(scores - sums.masked_fill(sums == -torch.inf, 0)[..., None])
+        out[:, :, chunk.queries] = (probs @ chunk.values).to(q.dtype)
+    return uncut(out, q), lse.flatten(2)[..., : q.shape[2]].contiguous()
+
+
+def block_sparse_attn_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q2k_index: Tensor,
+    q2k_num: Tensor,
+    kv_block_size: Tensor | None = None,
+    sm_scale: float | None = None,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of block_sparse_attn_fwd: dq, dk and dv, like q, k and v."""
+    scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
+    dtype = compute_dtype(q)
+    count, kv_blocks = blocks(q.shape[2]), blocks(k.shape[2])
+    # dS = P (dP - delta): each row's correction, and what reaches it through lse.
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse.to(dtype)
+    seen = lse != -torch.inf
+    delta, row_lse = (cut(t.where(seen, 0)[..., None].to(dtype), count) for t in (delta, lse))
+    dout_cut = cut(dout.where(seen[..., None], 0), count)
+    dq = q.new_empty(*q.shape[:2], count, BLOCK, q.shape[3])
+    dk, dv = (q.new_zeros(*k.shape[:2], kv_blocks + 1, BLOCK, q.shape[3], dtype=dtype) for _ in range(2))
+    for chunk in chunks(q, k, v, q2k_index, q2k_num, kv_block_size):
+        run = chunk.queries
+        probs = torch.exp(chunk.scores(scale) - row_lse[:, :, run])
+        upstream = dout_cut[:, :, run].to(dtype)
+        dscores = probs * (upstream @ chunk.values.mT - delta[:, :, run]) * scale
+        dq[:, :, run] = (dscores @ chunk.keys).to(q.dtype)
+        rows = chunk.rows.flatten()
+        dk.flatten(0, 2).index_add_(0, rows, (dscores.mT @ chunk.q).reshape(-1, BLOCK, q.shape[3]))
+        dv.flatten(0, 2).index_add_(0, rows, (probs.mT @ upstream).reshape(-1, BLOCK, q.shape[3]))
+
+    return uncut(dq, q), uncut(dk, k), uncut(dv, v)
