@@ -50,7 +50,7 @@ def make_inputs(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Inputs:
-    """Random lists, in which every third slot names no block, blocks of 0 to 64 keys, and counts from 0 to above M."""
+    """Random lists, in which every third slot names no block; counts and sizes, some of them beyond bounds."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -64,7 +64,7 @@ def make_inputs(
     bad = torch.tensor([INT32_MIN, -1, kv_blocks, INT32_MAX], dtype=torch.int32)
     index[..., 2::3] = bad[integers(0, 4, *index[..., 2::3].shape).long()]
     number = integers(-1, slots + 2, batch, heads, blocks(n_q))
-    size = integers(0, BLOCK + 1, kv_blocks)
+    size = integers(-9, BLOCK + 10, kv_blocks)
     return Inputs(
         random(batch, heads, n_q, dim), random(batch, kv_heads, n_kv, dim), random(batch, kv_heads, n_kv, dim), index,
         number, size,
@@ -82,7 +82,7 @@ def times_visible(x: Inputs) -> Tensor:
                 for slot in range(min(int(x.q2k_num[b, h, block]), x.q2k_index.shape[3])):
                     j = int(x.q2k_index[b, h, block, slot])
                     if 0 <= j < blocks(n_kv):
-                        end = min(j * BLOCK + int(x.kv_block_size[j]), n_kv)
+                        end = min(j * BLOCK + min(max(int(x.kv_block_size[j]), 0), BLOCK), n_kv)
                         times[b, h, block * BLOCK : (block + 1) * BLOCK, j * BLOCK : end] += 1
     return times
 

@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from dsa_ext.ops._checks import check_same_device, check_tensor, describe, fail
+from dsa_ext.ops._checks import check_same_device, check_scale, check_tensor, describe, differentiable_dtype, fail
 from dsa_ext.reference.block_sparse import blocks
 
 _COLUMNS = (64, 128)
-#: The reference computes in fp32 or float64, so the CPU takes these too.
-_CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_inputs(
@@ -22,7 +20,7 @@ def check_inputs(
     sm_scale: float | None,
 ) -> None:
     """Fails unless the arguments, all but those of one kernel's memory layout, are legal."""
-    dtype = q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
+    dtype = differentiable_dtype(q)
     check_tensor(op, "q", q, dtype, B=None, H=None, Nq=None, D=None)
     batch, heads, length, dim = q.shape
     check_tensor(op, "k", k, dtype, B=batch, Hkv=None, Nkv=None, D=dim)
@@ -38,6 +36,5 @@ def check_inputs(
         fail(op, f"q's heads must be a multiple of k's, got {heads} and {kv_heads}")
     if q2k_index.shape[3] < 1:
         fail(op, f"q2k_index must have at least one slot a row, got {describe(q2k_index)}")
-    if sm_scale is not None and not abs(sm_scale) <= torch.finfo(torch.float32).max:
-        fail(op, f"sm_scale must be finite in fp32, got {sm_scale}")
+    check_scale(op, sm_scale)
     check_same_device(op, "q", q, k=k, v=v, q2k_index=q2k_index, q2k_num=q2k_num, kv_block_size=kv_block_size)

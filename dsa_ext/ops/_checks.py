@@ -5,6 +5,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+#: The reference computes in fp32 or float64, so the CPU takes these too where a kernel takes bf16.
+_CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
 
 def fail(op: str, text: str) -> NoReturn:
     raise RuntimeError(f"dsa::{op}: {text}")
@@ -31,6 +34,16 @@ def check_tensor(
     if any(size is not None and got != size for size, got in zip(dims.values(), tensor.shape, strict=True)):
         expected = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in dims.items())
         fail(op, f"{name} must be {names} [{expected}], got {describe(tensor)}")
+
+
+def differentiable_dtype(q: Tensor) -> torch.dtype:
+    """What the queries and keys of a differentiable operator must be: bf16, or what q is if the CPU takes that."""
+    return q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
+
+
+def check_scale(op: str, sm_scale: float | None) -> None:
+    if sm_scale is not None and not abs(sm_scale) <= torch.finfo(torch.float32).max:
+        fail(op, f"sm_scale must be finite in fp32, got {sm_scale}")
 
 
 def check_same_device(op: str, other_name: str, other: Tensor, **tensors: Tensor | None) -> None:

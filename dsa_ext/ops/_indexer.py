@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.ops._checks import check_same_device, check_tensor, describe, dtype_name, fail
+from dsa_ext.ops._checks import check_same_device, check_tensor, describe, differentiable_dtype, dtype_name, fail
 
 #: What the kernels take, and what the reference takes on the CPU besides.
 _DTYPES, _CPU_DTYPES = (torch.float8_e4m3fn, torch.bfloat16), (torch.float32, torch.float64)
@@ -45,7 +45,7 @@ def check_scoring(
 
 def check_rows(op: str, q: Tensor, k: Tensor, weights: Tensor) -> None:
     """The same for the differentiable operators: q and k in bf16, and weights."""
-    dtype = q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
+    dtype = differentiable_dtype(q)
     check_tensor(op, "q", q, dtype, S=None, Hi=None, Di=None)
     seq, heads, dim = q.shape
     check_tensor(op, "k", k, dtype, S_kv=None, Di=dim)

@@ -26,6 +26,21 @@ def gradient_wanted(*args: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
+def use_autograd_function(op: str, function: type[torch.autograd.Function]) -> None:
+    """Registers `function` as what `op` calls where a gradient is wanted: with the keys below autograd, and the
+    arguments but for trailing ones that equal their defaults, which the dispatcher leaves out."""
+    redispatch = getattr(torch.ops.dsa, op).default.redispatch
+
+    def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        keyset = keyset & torch._C._after_autograd_keyset
+        if gradient_wanted(*args):
+            return function.apply(keyset, *args)
+        return redispatch(keyset, *args)
+
+    # torch.library.register_autograd does the same at more than twice the cost a call.
+    library.impl(op, autograd, "Autograd", with_keyset=True)
+
+
 def follow_deterministic_switch(op: str, defaults: tuple[Any, ...]) -> None:
     """Makes torch.use_deterministic_algorithms imply `deterministic`, the last argument of `op`, whose results have no
     gradients. `defaults` are those of the arguments that the dispatcher leaves out where they equal them."""

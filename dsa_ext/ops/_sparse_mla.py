@@ -4,12 +4,10 @@ import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.ops._checks import check_same_device, check_tensor, describe, fail
+from dsa_ext.ops._checks import check_same_device, check_scale, check_tensor, describe, differentiable_dtype, fail
 
 _SHAPES = ((576, 512), (512, 512))
 _MAX_HEADS_PER_GROUP = 128
-#: The reference computes in fp32 or float64, so the CPU takes these too.
-_CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_inputs(
@@ -26,7 +24,7 @@ def check_inputs(
 ) -> None:
     """Fails unless the arguments, all but those of one kernel's memory layout, are legal. `d_v` is None where no values
     are read."""
-    dtype = q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
+    dtype = differentiable_dtype(q)
     check_tensor(op, "q", q, dtype, B=None, S=None, H=None, Dqk=None)
     batch, seq, heads, d_qk = q.shape
     check_tensor(op, "kv", kv, dtype, B=batch, S_kv=None, G=None, Dqk=d_qk)
@@ -46,8 +44,7 @@ def check_inputs(
         fail(op, f"q's heads must be {expected}, got {heads} heads and {groups} groups")
     if indices.shape[3] < 1:
         fail(op, f"indices must have at least one slot a row, got {describe(indices)}")
-    if sm_scale is not None and not abs(sm_scale) <= torch.finfo(torch.float32).max:
-        fail(op, f"sm_scale must be finite in fp32, got {sm_scale}")
+    check_scale(op, sm_scale)
     if q_start < 0:
         fail(op, f"q_start must be at least 0, got {q_start}")
     if kv_stride < 1:

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._block_sparse import check_inputs
-from dsa_ext.ops._library import explain_missing_cuda, gradient_wanted, library
+from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
 
 _OP = "block_sparse_attn_fwd"
 library.define(
@@ -52,37 +52,36 @@ class _Autograd(torch.autograd.Function):
     """Saves the results of the forward; the gradients come from dsa::block_sparse_attn_bwd."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        keyset: torch._C.DispatchKeySet,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q2k_index: Tensor,
+        q2k_num: Tensor,
+        kv_block_size: Tensor | None = None,
+        sm_scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _redispatch(keyset, *args)
-        ctx.save_for_backward(*args[:5], args[5] if len(args) > 5 else None, out, lse)
-        ctx.sm_scale = args[6] if len(args) > 6 else None
-        ctx.arguments = len(args)
+            out, lse = _redispatch(keyset, q, k, v, q2k_index, q2k_num, kv_block_size, sm_scale)
+        ctx.save_for_backward(q, k, v, out, lse, q2k_index, q2k_num, kv_block_size)
+        ctx.sm_scale = sm_scale
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors
         if dout is None:
-            dout = torch.zeros_like(out)
-        gradients = torch.ops.dsa.block_sparse_attn_bwd(dout, *inputs[:3], out, lse, *inputs[3:], ctx.sm_scale, dlse)
-        return None, *gradients, *(None,) * (ctx.arguments - 3)
-
-
-def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
-    # The dispatcher leaves out trailing arguments that equal their defaults.
-    keyset = keyset & torch._C._after_autograd_keyset
-    if gradient_wanted(*args):
-        result: tuple[Tensor, Tensor] = _Autograd.apply(keyset, *args)  # type: ignore[no-untyped-call]
-        return result
-    return _redispatch(keyset, *args)
+            dout = torch.zeros_like(ctx.saved_tensors[3])
+        gradients = torch.ops.dsa.block_sparse_attn_bwd(dout, *ctx.saved_tensors, ctx.sm_scale, dlse)
+        return None, *gradients, *(None,) * 4
 
 
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
-library.impl(_OP, _autograd, "Autograd", with_keyset=True)
+use_autograd_function(_OP, _Autograd)
 
 
 @register_flop_formula(torch.ops.dsa.block_sparse_attn_fwd)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dsa_ext import reference
 from dsa_ext.ops._checks import fail
 from dsa_ext.ops._indexer import check_scoring, scoring_flops
-from dsa_ext.ops._library import explain_missing_cuda, gradient_wanted, library
+from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
 
 _OP = "indexer_logits"
 library.define(
@@ -62,6 +62,8 @@ class _Autograd(torch.autograd.Function):
         k_scale: Tensor | None = None,
         clean: bool = True,
     ) -> Tensor:
+        if q.dtype == torch.float8_e4m3fn:
+            fail(_OP, "q must be bfloat16 where an argument requires a gradient, got float8_e4m3fn")
         with torch._C._AutoDispatchBelowAutograd():
             logits = _redispatch(keyset, q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, clean)
         ctx.save_for_backward(q, k, weights, cu_seqlen_ks, cu_seqlen_ke)
@@ -74,20 +76,9 @@ class _Autograd(torch.autograd.Function):
         return None, dq, dk, dweights, *(None,) * 4
 
 
-def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Tensor:
-    # The dispatcher leaves out trailing arguments that equal their defaults.
-    keyset = keyset & torch._C._after_autograd_keyset
-    if gradient_wanted(*args):
-        if args[0].dtype == torch.float8_e4m3fn:
-            fail(_OP, "q must be bfloat16 where an argument requires a gradient, got float8_e4m3fn")
-        result: Tensor = _Autograd.apply(keyset, *args)  # type: ignore[no-untyped-call]
-        return result
-    return _redispatch(keyset, *args)
-
-
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
-library.impl(_OP, _autograd, "Autograd", with_keyset=True)
+use_autograd_function(_OP, _Autograd)
 
 
 @register_flop_formula(torch.ops.dsa.indexer_logits)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._indexer import check_listed
-from dsa_ext.ops._library import explain_missing_cuda, gradient_wanted, library
+from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
 
 _OP = "indexer_scores"
 
@@ -48,17 +48,9 @@ class _Autograd(torch.autograd.Function):
         return None, *torch.ops.dsa.indexer_scores_bwd(dscores, *ctx.saved_tensors), None
 
 
-def _autograd(keyset: torch._C.DispatchKeySet, *args: Tensor) -> Tensor:
-    keyset = keyset & torch._C._after_autograd_keyset
-    if gradient_wanted(*args):
-        result: Tensor = _Autograd.apply(keyset, *args)  # type: ignore[no-untyped-call]
-        return result
-    return _redispatch(keyset, *args)
-
-
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
-library.impl(_OP, _autograd, "Autograd", with_keyset=True)
+use_autograd_function(_OP, _Autograd)
 
 
 @register_flop_formula(torch.ops.dsa.indexer_scores)

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
-from dsa_ext.ops._library import explain_missing_cuda, gradient_wanted, library
+from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
 from dsa_ext.ops._sparse_mla import check_inputs
 
 _OP = "sparse_mla_fwd"
@@ -104,19 +104,9 @@ class _Autograd(torch.autograd.Function):
         return None, dq, dkv, *(None,) * 7, None if attn_sink is None else d_sink
 
 
-def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
-    # The dispatcher leaves out trailing arguments that equal their defaults.
-    keyset = keyset & torch._C._after_autograd_keyset
-    if gradient_wanted(*args):
-        result: tuple[Tensor, Tensor] = _Autograd.apply(keyset, *args)  # type: ignore[no-untyped-call]
-        return result
-    return _redispatch(keyset, *args)
-
-
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
-# torch.library.register_autograd does the same at more than twice the cost a call.
-library.impl(_OP, _autograd, "Autograd", with_keyset=True)
+use_autograd_function(_OP, _Autograd)
 
 
 @register_flop_formula(torch.ops.dsa.sparse_mla_fwd)

@@ -1,0 +1,25 @@
+"""The public functions: typed and documented fronts of `torch.ops.dsa.*`."""
+
+from dsa_ext import ops as ops  # registers torch.ops.dsa.*
+from dsa_ext.functional.block_sparse import block_sparse_attn
+from dsa_ext.functional.indexer import (
+    indexer_dense_loss,
+    indexer_logits,
+    indexer_loss,
+    indexer_scores,
+    indexer_topk,
+    topk_select,
+)
+from dsa_ext.functional.sparse_mla import attn_dist, sparse_mla
+
+__all__ = [
+    "attn_dist",
+    "block_sparse_attn",
+    "indexer_dense_loss",
+    "indexer_logits",
+    "indexer_loss",
+    "indexer_scores",
+    "indexer_topk",
+    "sparse_mla",
+    "topk_select",
+]

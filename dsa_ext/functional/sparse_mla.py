@@ -1,0 +1,165 @@
+"""Sparse multi-query latent attention, and its distribution."""
+
+from collections.abc import Callable
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+_sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
+#: What calling the overload calls, one Python frame further down.
+_sparse_mla_fwd_direct: Callable[..., tuple[Tensor, Tensor]] = _sparse_mla_fwd._op
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+
+
+@overload
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = ...,
+    d_v: int = ...,
+    causal: bool = ...,
+    q_start: int = ...,
+    kv_stride: int = ...,
+    topk_length: Tensor | None = ...,
+    attn_sink: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = ...,
+    d_v: int = ...,
+    causal: bool = ...,
+    q_start: int = ...,
+    kv_stride: int = ...,
+    topk_length: Tensor | None = ...,
+    attn_sink: Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    causal: bool = True,
+    q_start: int = 0,
+    kv_stride: int = 1,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each query to the keys that it lists: the sparse multi-query latent attention of DeepSeek-V3.2.
+
+    For query (b, s) and head h of group g, over its visible slots i with key k_i = kv[b, indices[b, s, g, i], g]::
+
+        lse = log(sum_i exp(sm_scale * q.k_i))
+        out = sum_i exp(sm_scale * q.k_i) * k_i[:d_v]  /  (exp(lse) + exp(attn_sink[h]))
+
+    A slot is visible when its id is in [0, S_kv), when the key is complete at the query's position (`causal`: id <=
+    (q_start + s + 1) // kv_stride - 1), and when it is one of the first topk_length[b, s]. All other slots are padding
+    wherever they stand, and the keys that they might name are never read. A query with no visible slot has out = 0,
+    lse = -inf and zero gradients. An id that is listed twice counts twice.
+
+    Args:
+        q: queries [B, S, H, D], bf16. On the CPU also fp32 and float64.
+        kv: the latent keys [B, S_kv, G, D], like q; the first `d_v` columns of a key are its value. The H heads of q
+            are split into G groups of H/G <= 128 consecutive heads.
+        indices: ids of the selected keys [B, S, G, K], int32, in any order.
+        sm_scale: factor on q.k; D**-0.5 by default.
+        d_v: columns of a value. (D, d_v) is (576, 512) or (512, 512).
+        causal: hide keys that are not complete at the query's position.
+        q_start: position of the first query, for a chunk of a longer sequence.
+        kv_stride: number of positions that one key stands for.
+        topk_length: number of leading slots in use [B, S], int32; all of them by default.
+        attn_sink: logit per head [H], fp32 (float64 beside float64 inputs), that takes a share of the probability and
+            adds no value. -inf is no sink.
+        return_lse: return lse as well.
+
+    Returns:
+        out [B, S, H, d_v] in the dtype of q; with `return_lse` also lse [B, S, H]: fp32, natural logarithm, without the
+        sink. Both are differentiable with respect to q, kv and attn_sink (once).
+
+    The forward is bitwise repeatable; so are the gradients under torch.use_deterministic_algorithms(True), which takes
+    them about 1.3 times the time, while else the last bits of kv's gradient depend on the order of additions. Nothing
+    synchronises with the host, and everything may be captured in a CUDA graph. Gradients are fastest where ids ascend
+    along each row of `indices`.
+
+    On CUDA the last dimension of q, kv and indices must have stride 1 and every row of q and kv must start 16-byte
+    aligned; all other strides are free, below 2^31 elements between positions of kv.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when the tensors are on a GPU that is not sm_90, or the kernels were not built.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    args = (q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink)
+    wants_grad = torch.is_grad_enabled() and (
+        q.requires_grad or kv.requires_grad or (attn_sink is not None and attn_sink.requires_grad)
+    )
+    if wants_grad or is_compiling():
+        result: tuple[Tensor, Tensor] = _sparse_mla_fwd(*args)
+    else:
+        # The operator's autograd layer is Python: passing below it, and every frame less, is felt by the host.
+        with _BelowAutograd():
+            result = _sparse_mla_fwd_direct(*args)
+    return result if return_lse else result[0]
+
+
+def attn_dist(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    *,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    q_start: int = 0,
+    kv_stride: int = 1,
+    topk_length: Tensor | None = None,
+    normalize: bool = False,
+    per_head_block: bool = False,
+) -> Tensor:
+    """How much attention each listed key gets from all heads: what the indexer of DeepSeek-V3.2 learns to predict.
+
+    For query (b, s), group g and visible slot i with key k_i = kv[b, indices[b, s, g, i], g]::
+
+        dist[b, s, g, i] = sum_h exp(sm_scale * q[b, s, h].k_i - lse[b, s, h])
+
+    over the heads h of the group; 0 for a slot that is not visible. With the lse of :func:`sparse_mla` every head adds
+    a distribution over the slots. Another lse is a denominator of its own: one that also counts a sink or keys that are
+    not listed leaves sums below 1, and a head whose lse is -inf adds nothing.
+
+    Args:
+        q, kv, indices, sm_scale, causal, q_start, kv_stride, topk_length: as for :func:`sparse_mla`.
+        lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 beside float64 inputs).
+        normalize: divide each row by its sum, or by 1e-10 where that is more.
+        per_head_block: return the sums of each 64 heads of a group apart, to be added up or sent as they are.
+
+    Returns:
+        dist [B, S, G, K], fp32 (float64 for float64 inputs); with `per_head_block` [ceil(H / G / 64), B, S, G, K].
+        Without a gradient: it is a teacher. Bitwise repeatable.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also with both `normalize` and `per_head_block`, or when a GPU has no kernel.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    """
+    result: Tensor = torch.ops.dsa.attn_dist.default(
+        q, kv, indices, lse, sm_scale, causal, q_start, kv_stride, topk_length, normalize, per_head_block
+    )
+    return result
