@@ -66,38 +66,48 @@ struct RowIds {
   __device__ __forceinline__ int operator[](int row) const { return __shfl_sync(~0u, id, row); }
 };
 
-// Where a lane adds: in four of its warp's 16 rows, of which that of key `id` begins id * stride behind g_sums. Null
-// where the id is -1.
-struct SumRows {
-  float* g_rows[4];
-
-  template <class Ids>
-  __device__ __forceinline__ SumRows(float* g_sums, uint32_t stride, const Ids& warp_ids, int lane) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int id = warp_ids[lane / 8 * 2 + i % 2 + i / 2 * 8];
-      g_rows[i] = id < 0 ? nullptr : g_sums + lane % 8 * 4 + static_cast<int64_t>(id) * stride;
-    }
-  }
-
-  // All addresses from here on: one register for all of them would wait until each row's additions have left. Four
-  // take eight registers.
-  __device__ __forceinline__ void hold() {
-    asm volatile("" : "+l"(g_rows[0]), "+l"(g_rows[1]), "+l"(g_rows[2]), "+l"(g_rows[3]));
-  }
+// Where a lane adds to one of its rows.
+struct SumRow {
+  float* g_columns;
+  bool wanted;
 };
 
-// Adds to the columns from g_sums on. Two quads of lanes share their rows, so that together they add to whole lines
-// of a row: L2 takes those at a higher rate than parts of lines.
-template <class Accumulator>
-__device__ __forceinline__ void add_rows(const SumRows& rows, Accumulator& r_sum, int lane) {
+// A lane has four of its warp's 16 rows; the i-th. That of key `id` begins id * stride behind g_first; ids are -1 for
+// none.
+template <class Ids>
+__device__ __forceinline__ SumRow sum_row(float* g_first, uint32_t stride, const Ids& warp_ids, int i, int lane) {
+  const int id = warp_ids[lane / 8 * 2 + i % 2 + i / 2 * 8];
+  return {g_first + lane % 8 * 4 + static_cast<int64_t>(id) * stride, id >= 0};
+}
+
+// All four, looked up beforehand: one register for all addresses would wait until each row's additions have left. Where
+// eight are to spare.
+class HeldRows {
+  SumRow rows_[4];
+
+ public:
+  template <class RowOf>
+  __device__ __forceinline__ explicit HeldRows(const RowOf& row_of)
+      : rows_{row_of(0), row_of(1), row_of(2), row_of(3)} {
+    asm volatile(""
+                 : "+l"(rows_[0].g_columns), "+l"(rows_[1].g_columns), "+l"(rows_[2].g_columns),
+                   "+l"(rows_[3].g_columns));
+  }
+  __device__ __forceinline__ const SumRow& operator()(int i) const { return rows_[i]; }
+};
+
+// Adds to row_of(0..3). Two quads of lanes share their rows, so that together they add to whole lines of a row: L2
+// takes those at a higher rate than parts of lines.
+template <class RowOf, class Accumulator>
+__device__ __forceinline__ void add_rows(const RowOf& row_of, Accumulator& r_sum, int lane) {
   swap_quads(r_sum, lane);
 #pragma unroll
-  for (int row = 0; row < 4; ++row) {
+  for (int n = 0; n < 4; ++n) {
+    const SumRow row = row_of(n);
 #pragma unroll
-    for (int i = row / 2 * 2 + row % 2 * 8; i < r_sum.size(); i += 16) {
-      add_to_global(rows.g_rows[row] + i / 16 * kScatterColumns, rows.g_rows[row] != nullptr, r_sum(i), r_sum(i + 1),
-                    r_sum(i + 4), r_sum(i + 5));
+    for (int i = n / 2 * 2 + n % 2 * 8; i < r_sum.size(); i += 16) {
+      add_to_global(row.g_columns + i / 16 * kScatterColumns, row.wanted, r_sum(i), r_sum(i + 1), r_sum(i + 4),
+                    r_sum(i + 5));
     }
   }
 }
