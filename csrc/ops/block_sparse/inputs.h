@@ -1,0 +1,27 @@
+// The arguments that block_sparse_attn_fwd and its gradients share, and what must hold of them.
+#pragma once
+
+#include <optional>
+
+#include "ops/block_sparse/params.h"
+#include "torch/abi.h"
+
+namespace dsa::block_sparse {
+
+struct Inputs {
+  const Tensor &q, &k, &v, &q2k_index, &q2k_num;
+  const std::optional<Tensor>& kv_block_size;
+  std::optional<double> sm_scale;
+};
+
+// Everything that needs no device, so that it is tested without one. `op` is the qualified name.
+void check_inputs(const char* op, const Inputs& inputs);
+
+// What the kernels are told of [batch, heads, positions, columns].
+Heads heads_of(const Tensor& tensor);
+Problem problem_of(const Inputs& inputs, const Device& device, int device_index);
+
+// Uninitialised, of the sizes of `tensor`, and in the order in memory that its strides have: dense.
+Tensor empty_heads_like(const Tensor& tensor, int device_index);
+
+}  // namespace dsa::block_sparse

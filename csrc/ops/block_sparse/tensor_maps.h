@@ -1,0 +1,16 @@
+// Host side of the copies of blocks.
+#pragma once
+
+#include "ops/block_sparse/params.h"
+#include "sm90/tensor_map.h"
+
+namespace dsa::block_sparse {
+
+// Boxes of a block and 64 columns. False when the driver refuses.
+inline bool encode_blocks(CUtensorMap* map, const Heads& t, const Problem& p, int heads, int positions) {
+  return sm90::encode_head_tensor(
+      map, {t.data, p.columns, heads, 1, positions, p.batch, t.stride_h, 0, t.stride_n, t.stride_b},
+      {.heads = 1, .positions = kBlock});
+}
+
+}  // namespace dsa::block_sparse

@@ -1,0 +1,297 @@
+// Block-sparse attention, forward. Three warpgroups compute, each with query blocks and a ring of slots of its own, so
+// that while one waits the others keep the tensor cores busy; three warps copy, one for each of them. Through a ring go
+// the queries of a piece of work, then keys and values of each listed block in turn, then a mark without data.
+// docs/block_sparse_attn.md has the maths.
+#pragma once
+
+#include "ops/block_sparse/lists.cuh"
+#include "params.h"
+#include "sm90/math.cuh"
+#include "sm90/matrix_copy.cuh"
+#include "sm90/mbarrier.cuh"
+#include "sm90/mma.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/warpgroup.cuh"
+
+namespace dsa::block_sparse_attn_fwd {
+
+using namespace dsa::block_sparse;
+using namespace dsa::sm90;
+
+inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;
+inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
+inline constexpr int kMaxSharedBytes = 227 * 1024;
+
+template <int kColumns>
+struct Stream {
+  static constexpr int kSlots = 4 * 128 / kColumns;
+
+  alignas(1024) Bf16 tiles[kSlots][kBlock * kColumns];
+  int keys[kSlots];                          // valid ones of the block; 0 at a mark
+  int items[kSlots], partial_slots[kSlots];  // at a mark: which query block's piece ends, and where its result goes
+  uint64_t full[kSlots], empty[kSlots];
+};
+
+template <int kColumns>
+struct SharedStorage {
+  Stream<kColumns> streams[kStreams];
+};
+
+template <int kColumns>
+__device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, const CUtensorMap& q_map,
+                                     const CUtensorMap& k_map, const CUtensorMap& v_map, int worker, int lane) {
+  Ring<Stream<kColumns>::kSlots> ring;
+  const auto next_slot = [&] { wait(&shared.empty[ring.slot], ring.parity ^ 1); };
+  const auto send = [&](const CUtensorMap& map, int keys, int head, int position, int batch) {
+    next_slot();
+    if (lane == 0) {
+      shared.keys[ring.slot] = keys;
+      load_block<kColumns>(shared.tiles[ring.slot], &map, head, position, batch, &shared.full[ring.slot]);
+    }
+    __syncwarp();
+    ring.advance();
+  };
+  const auto mark = [&](int item, int partial_slot) {
+    next_slot();
+    if (lane == 0) {
+      shared.keys[ring.slot] = 0, shared.items[ring.slot] = item, shared.partial_slots[ring.slot] = partial_slot;
+      arrive(&shared.full[ring.slot]);
+    }
+    __syncwarp();
+    ring.advance();
+  };
+  Pieces pieces(p.plan, worker);
+  for (Piece piece; pieces.next(piece);) {
+    const Item item(piece.item, p.q_blocks, p.heads);
+    const int kv_head = item.head / (p.heads / p.kv_heads);
+    send(q_map, kBlock, item.head, item.block * kBlock, item.batch);
+    const List list = listed_blocks(p, item);
+    const int end = list.count * piece.end / p.plan.units;
+    for (int first = list.count * piece.begin / p.plan.units; first < end; first += kWarpThreads) {
+      const int id = first + lane < end ? __ldg(list.g_ids + first + lane) : -1, keys = valid_keys(p, id);
+      for (unsigned left = __ballot_sync(~0u, keys > 0); left != 0; left &= left - 1) {
+        const int from = __ffs(left) - 1;
+        const int position = __shfl_sync(~0u, id, from) * kBlock, valid = __shfl_sync(~0u, keys, from);
+        send(k_map, valid, kv_head, position, item.batch);
+        send(v_map, valid, kv_head, position, item.batch);
+      }
+    }
+    mark(piece.item, piece.end - piece.begin < p.plan.units ? partial_slot(worker, piece.begin) : -1);
+  }
+  mark(-1, -1);
+}
+
+// Two rows of a lane. Scores, in units of log 2, are taken relative to an offset, which is the maximum of the first
+// block that is seen, and follows only when a sum grows beyond 2^40. Until then fp32 and bf16 bear it as well as
+// if it were the maximum.
+struct Softmax {
+  float offset[2] = {}, sum[2] = {};  // `sum` is of the lane's columns
+  bool is_first = true;
+
+  // The output follows.
+  template <class Scores, class Out>
+  __device__ __forceinline__ void move_offset(const Scores& r_s, Out& r_out, float scale_log2) {
+    float best[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < r_s.size(); ++i) best[i / 2 % 2] = fmaxf(best[i / 2 % 2], r_s(i));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 1));
+      best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 2)) * scale_log2;
+      const float next = best[r] == -INFINITY ? offset[r] : is_first ? best[r] : fmaxf(offset[r], best[r]);
+      const float factor = exp2_fast(offset[r] - next);
+      offset[r] = next;
+      if (is_first) continue;
+      sum[r] *= factor;
+#pragma unroll
+      for (int i = 2 * r; i < r_out.size(); i += 4) r_out(i) *= factor, r_out(i + 1) *= factor;
+    }
+    is_first = false;
+  }
+
+  // Scores to probabilities, as operands. False where they grow too large; then nothing is added.
+  template <class Scores>
+  __device__ __forceinline__ bool add(const Scores& r_s, uint32_t* pairs, float scale_log2, int barrier) {
+    constexpr float kLimit = 0x1p40f;
+    float part[2] = {};
+#pragma unroll
+    for (int i = 0; i < r_s.size(); i += 2) {
+      const int r = i / 2 % 2;
+      const float low = exp2_fast(fmaf(r_s(i), scale_log2, -offset[r]));
+      const float high = exp2_fast(fmaf(r_s(i + 1), scale_log2, -offset[r]));
+      part[r] += low + high;
+      pairs[i / 2] = pack_bf16(low, high);
+    }
+    if (any_of_warpgroup(barrier, part[0] > kLimit || part[1] > kLimit)) return false;
+    sum[0] += part[0], sum[1] += part[1];
+    return true;
+  }
+
+  // Over all columns, once all are through.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    }
+  }
+  __device__ __forceinline__ float share(int r) const { return sum[r] == 0.f ? 0.f : 1.f / sum[r]; }
+  __device__ __forceinline__ float lse_log2(int r) const {
+    return sum[r] == 0.f ? -INFINITY : offset[r] + log2_fast(sum[r]);
+  }
+};
+
+// Of this warpgroup; not from a register that would be held for it.
+__device__ __forceinline__ int own_barrier() {
+  return 1 + recomputed(static_cast<int>(threadIdx.x)) / kWarpgroupThreads;
+}
+
+template <int kColumns>
+__device__ __forceinline__ void compute(Stream<kColumns>& shared, const Params& p, int thread) {
+  using namespace cute;
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  ScoreMmaFromRegisters score_mma;
+  RowsMma<kColumns> value_mma;
+  Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kColumns / 16>>{});
+  Tensor r_s = partition_fragment_C(score_mma, Shape<_64, _64>{});
+  Tensor r_p = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, _4>{});
+  Tensor r_out = partition_fragment_C(value_mma, Shape<_64, Int<kColumns>>{});
+  auto& q_pairs = *reinterpret_cast<uint32_t (*)[kColumns / 16][4]>(r_q.data());
+
+  Ring<Stream<kColumns>::kSlots> ring;
+  const auto wait_full = [&] { wait(&shared.full[ring.slot], ring.parity); };
+  const auto release = [&] {
+    arrive(&shared.empty[ring.slot]);
+    ring.advance();
+  };
+  for (;;) {
+    wait_full();
+    if (shared.keys[ring.slot] == 0) break;  // no further piece
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      load_matrices(shared_address(shared.tiles[ring.slot] + i / 4 * kChunkElements) +
+                        swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
+                    q_pairs[i]);
+    }
+    warpgroup_fence_operand(r_q);
+    ring.advance();
+    // Their slot is released when a product has waited for them: ptxas lets an arrival pass before loads have come.
+    constexpr int kSlots = Stream<kColumns>::kSlots;
+    const auto release_queries = [&] { arrive(&shared.empty[(ring.slot + kSlots - 1) % kSlots]); };
+
+    clear(r_out);
+    Softmax softmax;
+    for (;;) {
+      wait_full();
+      const int keys = shared.keys[ring.slot];
+      if (keys == 0) {
+        if (softmax.is_first) release_queries();
+        break;
+      }
+      const auto r_k = score_mma.get_slice(thread).partition_fragment_B(
+          make_tensor(make_smem_ptr(shared.tiles[ring.slot]), RowsByColumns<kColumns>{}));
+      // Once, and again where the offset has to move: the probabilities take the scores' registers.
+      for (bool fits = !softmax.is_first;; fits = false) {
+        warpgroup_fence_operand(r_s);
+        warpgroup_arrive();
+        score_mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+        for (int i = 0; i < size<2>(r_q); ++i) {
+          gemm(score_mma, r_q(_, _, i), r_k(_, _, i), r_s);
+          score_mma.accumulate_ = GMMA::ScaleOut::One;
+        }
+        warpgroup_commit_batch();
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(r_s);
+        if (keys < kBlock) {
+          const int left = keys - recomputed(thread) % 4 * 2;  // from this lane's first column on
+#pragma unroll
+          for (int i = 0; i < r_s.size(); ++i) {
+            if (i / 4 * 8 + i % 2 >= left) r_s(i) = -INFINITY;
+          }
+        }
+        if (!fits) {
+          if (softmax.is_first) release_queries();
+          softmax.move_offset(r_s, r_out, p.scale_log2);
+        }
+        if (softmax.add(r_s, reinterpret_cast<uint32_t*>(r_p.data()), p.scale_log2, own_barrier())) break;
+      }
+      release();
+
+      wait_full();
+      if (keys < kBlock) clear_rows<kColumns>(shared.tiles[ring.slot], keys, own_barrier(), thread);
+      const auto r_v = value_mma.get_slice(thread).partition_fragment_B(
+          make_tensor(make_smem_ptr(shared.tiles[ring.slot]), ColumnsByRows<kColumns>{}));
+      warpgroup_fence_operand(r_p);
+      warpgroup_fence_operand(r_out);
+      warpgroup_arrive();
+#pragma unroll
+      for (int i = 0; i < size<2>(r_p); ++i) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
+      warpgroup_commit_batch();
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(r_out);
+      release();
+    }
+    const int index = read_for_warp(shared.items[ring.slot]);
+    const int partial_slot = read_for_warp(shared.partial_slots[ring.slot]);
+    softmax.finish();
+    release();
+    if constexpr (kColumns == 64) use_operand(r_q);  // with 128, no register is free, and ptxas keeps them as it is
+    const float shares[2] = {softmax.share(0), softmax.share(1)};
+#pragma unroll
+    for (int i = 0; i < r_out.size(); ++i) r_out(i) *= shares[i / 2 % 2];
+    const int row = warp * 16 + lane / 4;
+    if (partial_slot >= 0) {
+      const int64_t first_row = static_cast<int64_t>(partial_slot) * kBlock;
+      store_accumulators_to_global(p.partial_out + first_row * kColumns, kColumns, r_out, thread);
+      if (lane % 4 == 0) {
+        for (int r = 0; r < 2; ++r) p.partial_lse[first_row + row + r * 8] = softmax.lse_log2(r);
+      }
+      continue;
+    }
+    const Item item(index, p.q_blocks, p.heads);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = item.block * kBlock + row + r * 8;
+      if (query >= p.seq_q) continue;
+      if (lane % 4 == 0) p.lse[item.row(p) + query] = softmax.lse_log2(r) * kLn2;
+      uint32_t* g_row = static_cast<uint32_t*>(p.out.data) + p.out.offset(item.batch, item.head, query) / 2;
+#pragma unroll
+      for (int i = 2 * r; i < r_out.size(); i += 4) g_row[i / 4 * 4 + lane % 4] = pack_bf16(r_out(i), r_out(i + 1));
+    }
+  }
+}
+
+template <int kColumns>
+__global__ void __launch_bounds__(kThreads, 1)
+    block_sparse_attn_fwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
+                                 const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+  extern __shared__ __align__(1024) char shared_bytes[];
+  auto& shared = *reinterpret_cast<SharedStorage<kColumns>*>(shared_bytes);
+  const int thread = threadIdx.x % kWarpgroupThreads;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
+  if (threadIdx.x == 0) {
+    for (Stream<kColumns>& stream : shared.streams) {
+      for (int i = 0; i < Stream<kColumns>::kSlots; ++i) {
+        barrier_init(&stream.full[i], 1);
+        barrier_init(&stream.empty[i], kWarpgroupThreads);
+      }
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  // Workers of one CTA are far apart, so that what is left at the end is spread over the chip.
+  if (warpgroup < kStreams) {
+    set_registers<kComputeRegisters, kStartRegisters>();
+    compute<kColumns>(shared.streams[warpgroup], p, thread);
+  } else {
+    set_registers<kCopyRegisters, kStartRegisters>();
+    const int warp = __shfl_sync(~0u, thread / kWarpThreads, 0);
+    if (warp < kStreams) {
+      copy<kColumns>(shared.streams[warp], p, q_map, k_map, v_map, blockIdx.x + warp * gridDim.x,
+                     thread % kWarpThreads);
+    }
+  }
+}
+
+}  // namespace dsa::block_sparse_attn_fwd
