@@ -103,8 +103,8 @@ def block_select(
 
         gini = 2 * sum_i(i * x_i) / (Mkv * sum(x)) - (Mkv + 1) / Mkv
 
-    is 0 where all weights are equal, and near 1 where one has everything: what is concentrated needs fewer blocks. A row
-    without any weight keeps min_blocks.
+    is 0 where all weights are equal, and near 1 where one has everything: what is concentrated needs fewer blocks.
+    A row without any weight keeps min_blocks.
 
     What is negative or NaN weighs 0, and +inf as much as the largest finite number of fp32. Sums are of integers, the
     weights rounded down to multiples of 2^-29 to 2^-30 of the row's largest, so that the result is exact, and the same
