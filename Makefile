@@ -39,6 +39,7 @@ bench: build
 	$(PY) bench/bench_indexer_scores.py
 	$(PY) bench/bench_sparse_mla_layer.py
 	$(PY) bench/bench_indexer.py
+	$(PY) bench/bench_block_select.py
 
 tables: build
 	$(PY) bench/tables.py

@@ -5,6 +5,7 @@ from dsa_ext import ops as ops
 from dsa_ext._native import __version__, build_info
 from dsa_ext.functional import (
     attn_dist,
+    block_select,
     block_sparse_attn,
     indexer_dense_loss,
     indexer_logits,
@@ -18,6 +19,7 @@ from dsa_ext.functional import (
 __all__ = [
     "__version__",
     "attn_dist",
+    "block_select",
     "block_sparse_attn",
     "build_info",
     "indexer_dense_loss",

@@ -48,6 +48,9 @@ TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17004, 100), (1,
 # (S, S_kv, K): one of each, all selected, several blocks of queries, many keys. Every variant takes one of them.
 INDEXER = ((1, 1, 1), (5, 200, 300), (130, 300, 64), (3, 9000, 500))
 
+# (B, H, Mq, Mkv): no block, rows of one warp, of two, of many.
+BLOCK_SELECT = ((1, 1, 2, 0), (1, 2, 3, 364), (2, 1, 2, 700), (1, 1, 2, 16384))
+
 # (S, S_kv, K): one slot, several tiles, several queries a CTA.
 INDEXER_TRAINING = ((1, 1, 1), (5, 200, 300), (300, 500, 129))
 
@@ -126,6 +129,18 @@ def indexer_training(seq: int, s_kv: int, topk: int) -> None:
             check_gradients(got, reference.indexer_logits_bwd(*wide, inputs.ks, inputs.ke))
 
 
+def block_select(batch: int, heads: int, q_blocks: int, blocks: int) -> None:
+    rows = strided_rows(torch.rand(batch * heads * q_blocks, blocks, device="cuda") ** 8, math.inf)
+    for dtype, options in itertools.product(
+        (torch.float32, torch.bfloat16), ({}, {"mode": "top_tau", "tau": 1.0}, {"mode": "topk", "topk": 9})
+    ):
+        scores = strided_rows(rows.to(dtype), math.inf).view(batch, heads, q_blocks, blocks)
+        got = dsa_ext.block_select(scores, **options)
+        expected = dsa_ext.block_select(scores.cpu(), **options)
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a.cpu(), b), options
+
+
 def check_gradients(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for a, b in zip(got, expected, strict=True):
         # With a single key and query there is nothing over which roundings, three of bf16, would average out.
@@ -138,6 +153,7 @@ def main() -> None:
         (topk_select, TOPK_SELECT),
         (indexer, INDEXER),
         (indexer_training, INDEXER_TRAINING),
+        (block_select, BLOCK_SELECT),
     )
     for check, cases in checks:
         for case in cases:

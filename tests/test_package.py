@@ -170,6 +170,7 @@ SOURCES = [
     "topk_select/launch",
     "indexer_loss/launch",
     "indexer_bwd/launch",
+    "block_select/launch",
 ]
 
 
@@ -207,6 +208,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             "topk_select_kernel", select_shapes, select.threads, ("UBLKCP", "ATOMS", "REDUX")
         ),
         "indexer_loss/launch": Kernels("indexer_loss_kernel", 1, 256, ("MUFU", "SHFL")),
+        # Of dtypes, and of 1 to 32 warps a row.
+        "block_select/launch": Kernels("block_select_kernel", 2 * 6, 1024, ("FMNMX", "SHFL", "VOTE", "REDUX")),
         # Of columns and of heads; one that adds to sums, and one that stores rows.
         "indexer_bwd/launch": Kernels("indexer_bwd_kernel", 2 * 4 * 2, gradients.threads, MLA, gradients_others),
     }[source]

@@ -1,7 +1,7 @@
 """The public functions: typed and documented fronts of `torch.ops.dsa.*`."""
 
 from dsa_ext import ops as ops  # registers torch.ops.dsa.*
-from dsa_ext.functional.block_sparse import block_sparse_attn
+from dsa_ext.functional.block_sparse import block_select, block_sparse_attn
 from dsa_ext.functional.indexer import (
     indexer_dense_loss,
     indexer_logits,
@@ -14,6 +14,7 @@ from dsa_ext.functional.sparse_mla import attn_dist, sparse_mla
 
 __all__ = [
     "attn_dist",
+    "block_select",
     "block_sparse_attn",
     "indexer_dense_loss",
     "indexer_logits",

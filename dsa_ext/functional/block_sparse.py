@@ -1,4 +1,4 @@
-"""Attention between blocks of queries and of keys."""
+"""Attention between blocks of queries and of keys, and the selection of these."""
 
 from typing import Literal, overload
 
@@ -77,3 +77,66 @@ def block_sparse_attn(
     args = (q, k, v, q2k_index, q2k_num, kv_block_size, sm_scale)
     result: tuple[Tensor, Tensor] = torch.ops.dsa.block_sparse_attn_fwd.default(*args)
     return result if return_lse else result[0]
+
+
+def block_select(
+    scores: Tensor,
+    mode: Literal["gini_tau", "top_tau", "topk"] = "gini_tau",
+    *,
+    topk: int | None = None,
+    tau: float = 0.9,
+    min_blocks: int = 1,
+    min_ratio: float = 0.05,
+    max_ratio: float = 0.5,
+) -> tuple[Tensor, Tensor]:
+    """The blocks of keys that each block of queries is to attend to: lists for :func:`block_sparse_attn`.
+
+    A row of scores weighs the blocks. They are ordered by descending weight, equal ones by the lower id, and the first
+    `count` are kept::
+
+        topk      count = topk
+        top_tau   count = the fewest whose weights sum to tau of the row's, at least min_blocks
+        gini_tau  count = max(min_blocks, min(that number, ceil(ratio * Mkv)))
+                  ratio = max_ratio - (max_ratio - min_ratio) * gini
+
+    and never more than Mkv. With x ascending and i from 1, ::
+
+        gini = 2 * sum_i(i * x_i) / (Mkv * sum(x)) - (Mkv + 1) / Mkv
+
+    is 0 where all weights are equal, and near 1 where one has everything: what is concentrated needs fewer blocks.
+    A row without any weight keeps min_blocks.
+
+    What is negative or NaN weighs 0, and +inf as much as the largest finite number of fp32. Sums are of integers, the
+    weights rounded down to multiples of 2^-29 to 2^-30 of the row's largest, so that the result is exact, and the same
+    on every device.
+
+    Args:
+        scores: weights [B, H, Mq, Mkv], fp32 or bf16, such as the probabilities of a coarse attention; they need not
+            sum to 1. Mkv is at most 16384.
+        mode: what decides how many are kept.
+        topk: how many in mode "topk", from 1; it may exceed Mkv. None in the others.
+        tau: which share of a row's weight to keep, above 0 and at most 1.
+        min_blocks: how many to keep at least, from 0; it may exceed Mkv.
+        min_ratio, max_ratio: which share of the blocks is the limit of a row with gini 1 and with gini 0, ascending,
+            from 0 to 1.
+
+    Returns:
+        q2k_index [B, H, Mq, M], int32: the kept ids, ascending along a row, then -1; and q2k_num [B, H, Mq], int32: how
+        many. M is the most that any weights could keep, at least 1: min(topk, Mkv), Mkv, or
+        min(Mkv, max(min_blocks, ceil(max_ratio * Mkv))). Neither has a gradient.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when a GPU has no kernel.
+    """
+    if mode not in ("gini_tau", "top_tau", "topk"):
+        raise RuntimeError(f"dsa::block_select: mode must be 'gini_tau', 'top_tau' or 'topk', got {mode!r}")
+    if (mode == "topk") != (topk is not None):
+        expected = "a number" if mode == "topk" else "None"
+        raise RuntimeError(f"dsa::block_select: topk must be {expected} in mode {mode!r}, got {topk}")
+    if mode == "top_tau":
+        min_ratio = max_ratio = 1.0  # a limit that is none
+    result: tuple[Tensor, Tensor] = torch.ops.dsa.block_select.default(
+        scores, topk, tau, min_blocks, min_ratio, max_ratio
+    )
+    return result

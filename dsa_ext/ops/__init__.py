@@ -2,6 +2,7 @@
 
 from dsa_ext.ops import (
     attn_dist,
+    block_select,
     block_sparse_attn_bwd,
     block_sparse_attn_fwd,
     indexer_dense_loss,
@@ -18,6 +19,7 @@ from dsa_ext.ops import (
 
 __all__ = [
     "attn_dist",
+    "block_select",
     "block_sparse_attn_bwd",
     "block_sparse_attn_fwd",
     "indexer_dense_loss",

@@ -1,5 +1,6 @@
 """Readable PyTorch versions of the operators: the oracle of the tests, and what runs on the CPU."""
 
+from dsa_ext.reference.block_select import block_select
 from dsa_ext.reference.block_sparse import block_sparse_attn_bwd, block_sparse_attn_fwd
 from dsa_ext.reference.indexer import (
     indexer_logits,
@@ -14,6 +15,7 @@ from dsa_ext.reference.sparse_mla import attn_dist, sparse_mla_bwd, sparse_mla_f
 
 __all__ = [
     "attn_dist",
+    "block_select",
     "block_sparse_attn_bwd",
     "block_sparse_attn_fwd",
     "indexer_logits",

@@ -1,0 +1,90 @@
+"""Times dsa::block_select beside PyTorch's sort or topk of the same scores; writes its results file and plot.
+
+The peers order the scores and no more: they neither count what is kept nor list it by id. Scores are probabilities of a
+coarse attention of 12 heads. Some rows of every case are compared with the reference's before it is timed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from common import Case, grouped_bars, make_case, measure_all, measure_ms, parse_arguments, pyplot, report
+
+import dsa_ext
+
+OP = "block_select"
+HEADS = 12
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One measurement."""
+
+    group: str
+    name: str
+    q_blocks: int
+    blocks: int
+    mode: Literal["gini_tau", "top_tau", "topk"] = "gini_tau"
+    dtype: torch.dtype = torch.float32
+
+    def options(self) -> dict[str, Any]:
+        return {"topk": self.blocks // 4} if self.mode == "topk" else {}
+
+
+def specs() -> Iterator[Spec]:
+    for mode in ("gini_tau", "top_tau", "topk"):
+        yield Spec("23296 tokens", f"4368x364_{mode}", 364, 364, mode)
+    yield Spec("23296 tokens", "4368x364_gini_tau_bf16", 364, 364, dtype=torch.bfloat16)
+    yield Spec("One block of queries", "12x364_gini_tau", 1, 364)
+    yield Spec("One block of queries", "12x2048_gini_tau", 1, 2048)
+    yield Spec("One block of queries", "12x16384_gini_tau", 1, 16384)
+    for mode in ("gini_tau", "topk"):
+        yield Spec("131072 tokens", f"24576x2048_{mode}", 2048, 2048, mode)
+
+
+def measure(spec: Spec, _times: dict[str, float]) -> Case:
+    generator = torch.Generator("cuda").manual_seed(1)
+    scores = torch.randn(1, HEADS, spec.q_blocks, spec.blocks, generator=generator, device="cuda")
+    scores = (3 * scores).softmax(-1).to(spec.dtype)
+    index, num = dsa_ext.block_select(scores, spec.mode, **spec.options())
+    some = slice(0, None, 29)
+    expected = dsa_ext.block_select(scores[:, :, some].cpu(), spec.mode, **spec.options())
+    torch.testing.assert_close((index[:, :, some].cpu(), num[:, :, some].cpu()), expected, rtol=0, atol=0)
+
+    peers: dict[str, Callable[[], object]] = {
+        "torch.sort": lambda: torch.sort(scores, descending=True, stable=True),
+        "torch.topk": lambda: torch.topk(scores, spec.blocks // 4),
+    }
+    peer = "torch.topk" if spec.mode == "topk" else "torch.sort"
+    return make_case(
+        spec.name,
+        spec.group,
+        {"B": 1, "H": HEADS, "Mq": spec.q_blocks, "Mkv": spec.blocks, "mode": spec.mode},
+        measure_ms(lambda: dsa_ext.block_select(scores, spec.mode, **spec.options())),
+        peer=(peer, round(measure_ms(peers[peer]), 6)),
+        err={"differing_rows": 0},
+    )
+
+
+def plot(cases: list[Case], path: Path) -> None:
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(11, 4.2), constrained_layout=True)
+    series = {"dsa_ext": [1e3 * c["ms"] for c in cases], "torch": [1e3 * c["peer_value"] for c in cases]}
+    grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in cases], series)
+    axis.set(title="block_select beside torch.sort or torch.topk", ylabel="µs", yscale="log")
+    axis.legend(loc="upper left")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main() -> None:
+    args = parse_arguments(__doc__)
+    with torch.inference_mode():
+        cases = measure_all(OP, specs(), measure, args.only)
+    report(OP, cases, None if args.only else args.out, plot)
+
+
+if __name__ == "__main__":
+    main()
