@@ -40,6 +40,7 @@ bench: build
 	$(PY) bench/bench_sparse_mla_layer.py
 	$(PY) bench/bench_indexer.py
 	$(PY) bench/bench_block_select.py
+	$(PY) bench/bench_block_sparse_attn.py
 
 tables: build
 	$(PY) bench/tables.py

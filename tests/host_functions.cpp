@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "ops/block_sparse_attn_fwd/plan.h"
 #include "ops/indexer_bwd/config.h"
 #include "ops/indexer_logits/config.h"
 #include "ops/indexer_topk/plan.h"
@@ -39,6 +40,19 @@ PYBIND11_MODULE(host_functions, m) {
   }
   bwd.attr("configs") = bwd_configs;  // (d_qk, d_v)
 
+  // (item, first unit, end, units) of each worker's pieces
+  m.def_submodule("block_sparse_attn_fwd").def("pieces", [](int items, int slots, int num_sms) {
+    using namespace dsa::block_sparse_attn_fwd;
+    const Plan plan = plan_work(items, slots, num_sms);
+    std::vector<std::vector<py::tuple>> workers(plan.workers);
+    for (int worker = 0; worker < plan.workers; ++worker) {
+      Pieces pieces(plan, worker);
+      for (Piece piece; pieces.next(piece);) {
+        workers[worker].push_back(py::make_tuple(piece.item, piece.begin, piece.end, plan.units));
+      }
+    }
+    return workers;
+  });
   m.def_submodule("listed_keys").def("threads", [](int columns, int heads) {
     return dsa::listed_keys::Config{columns, heads}.threads();
   });

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import dsa_ext
 from dsa_ext import reference
+from dsa_ext.testing.block_inputs import make_block_inputs
 from dsa_ext.testing.inputs import (
     INT32_MAX,
     INT32_MIN,
@@ -23,6 +24,7 @@ from dsa_ext.testing.inputs import (
 )
 from dsa_ext.testing.tolerances import (
     GRADIENT_SIMILARITY,
+    SIMILARITY,
     backward_errors,
     check_dist,
     check_selected,
@@ -49,6 +51,7 @@ TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17004, 100), (1,
 INDEXER = ((1, 1, 1), (5, 200, 300), (130, 300, 64), (3, 9000, 500))
 
 # (B, H, Mq, Mkv): no block, rows of one warp, of two, of many.
+BLOCK_SPARSE = ((1, 1, 1), (300, 500, 5), (64, 4000, 63))  # queries, keys, slots
 BLOCK_SELECT = ((1, 1, 2, 0), (1, 2, 3, 364), (2, 1, 2, 700), (1, 1, 2, 16384))
 
 # (S, S_kv, K): one slot, several tiles, several queries a CTA.
@@ -141,6 +144,15 @@ def block_select(batch: int, heads: int, q_blocks: int, blocks: int) -> None:
             assert torch.equal(a.cpu(), b), options
 
 
+def block_sparse_attn(n_q: int, n_kv: int, slots: int) -> None:
+    for dim in (64, 128):
+        x = make_block_inputs(n_q=n_q, n_kv=n_kv, slots=slots, dim=dim, dtype=torch.bfloat16, device="cuda")
+        args = (*(strided_copy(t.transpose(1, 2)).transpose(1, 2) for t in (x.q, x.k, x.v)), *x.lists())
+        got = torch.ops.dsa.block_sparse_attn_fwd(*args)[0]
+        expected = reference.block_sparse_attn_fwd(*(t.double() for t in args[:3]), *args[3:])[0]
+        assert not expected.any() or similarity_error(got, expected) <= SIMILARITY, similarity_error(got, expected)
+
+
 def check_gradients(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for a, b in zip(got, expected, strict=True):
         # With a single key and query there is nothing over which roundings, three of bf16, would average out.
@@ -154,6 +166,7 @@ def main() -> None:
         (indexer, INDEXER),
         (indexer_training, INDEXER_TRAINING),
         (block_select, BLOCK_SELECT),
+        (block_sparse_attn, BLOCK_SPARSE),
     )
     for check, cases in checks:
         for case in cases:

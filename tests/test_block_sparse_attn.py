@@ -1,7 +1,6 @@
 """block_sparse_attn without a GPU: its reference and gradients against dense attention; the operators."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,63 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import dsa_ext
 from dsa_ext import reference
 from dsa_ext.reference.block_sparse import BLOCK, blocks
-from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN
+from dsa_ext.testing.block_inputs import H_KV, N_KV, N_Q, B, BlockInputs, D, H, M, make_block_inputs
 
 FWD, BWD = "block_sparse_attn_fwd", "block_sparse_attn_bwd"
-_, cpu, fake = callers(FWD)
+native, cpu, fake = callers(FWD)
 _, cpu_bwd, fake_bwd = callers(BWD)
-B, H, H_KV, N_Q, N_KV, D, M = 1, 4, 2, 100, 200, 64, 3
 
 
-@dataclass
-class Inputs:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q2k_index: Tensor
-    q2k_num: Tensor
-    kv_block_size: Tensor
-
-    def lists(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q2k_index, self.q2k_num, self.kv_block_size
-
-    def leaves(self) -> list[Tensor]:
-        return [t.requires_grad_() for t in (self.q, self.k, self.v)]
-
-
-def make_inputs(
-    batch: int = B,
-    heads: int = H,
-    kv_heads: int = H_KV,
-    n_q: int = N_Q,
-    n_kv: int = N_KV,
-    dim: int = D,
-    slots: int = M,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-) -> Inputs:
-    """Random lists, in which every third slot names no block; counts and sizes, some of them beyond bounds."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    def integers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, max(high, low + 1), shape, generator=generator, dtype=torch.int32)
-
-    kv_blocks = blocks(n_kv)
-    index = integers(0, kv_blocks, batch, heads, blocks(n_q), slots)
-    bad = torch.tensor([INT32_MIN, -1, kv_blocks, INT32_MAX], dtype=torch.int32)
-    index[..., 2::3] = bad[integers(0, 4, *index[..., 2::3].shape).long()]
-    number = integers(-1, slots + 2, batch, heads, blocks(n_q))
-    size = integers(-9, BLOCK + 10, kv_blocks)
-    return Inputs(
-        random(batch, heads, n_q, dim), random(batch, kv_heads, n_kv, dim), random(batch, kv_heads, n_kv, dim), index,
-        number, size,
-    )  # fmt: skip
-
-
-def times_visible(x: Inputs) -> Tensor:
+def times_visible(x: BlockInputs) -> Tensor:
     """How often each query sees each key: [B, H, Nq, Nkv], slot by slot."""
     batch, heads, n_q, _ = x.q.shape
     n_kv = x.k.shape[2]
@@ -87,7 +37,7 @@ def times_visible(x: Inputs) -> Tensor:
     return times
 
 
-def dense(x: Inputs, sm_scale: float | None = None) -> tuple[Tensor, Tensor]:
+def dense(x: BlockInputs, sm_scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Attention over all keys with that mask; a key that is seen twice counts twice."""
     share = x.q.shape[1] // x.k.shape[1]
     k, v = (t.repeat_interleave(share, 1) for t in (x.k, x.v))
@@ -99,7 +49,7 @@ def dense(x: Inputs, sm_scale: float | None = None) -> tuple[Tensor, Tensor]:
     return probs @ v, scores.masked_fill(~sees, 0).logsumexp(-1).masked_fill(~sees[..., 0], -torch.inf)
 
 
-def check_against_dense(x: Inputs, sm_scale: float | None = None) -> None:
+def check_against_dense(x: BlockInputs, sm_scale: float | None = None) -> None:
     leaves = x.leaves()
     out, lse = dsa_ext.block_sparse_attn(*leaves, *x.lists(), sm_scale=sm_scale, return_lse=True)
     expected = dense(x, sm_scale)
@@ -124,11 +74,11 @@ def check_against_dense(x: Inputs, sm_scale: float | None = None) -> None:
     ],
 )
 def test_values_and_gradients(shape: dict[str, int]) -> None:
-    check_against_dense(make_inputs(**shape))
+    check_against_dense(make_block_inputs(**shape))
 
 
 def test_scale() -> None:
-    check_against_dense(make_inputs(), sm_scale=0.3)
+    check_against_dense(make_block_inputs(), sm_scale=0.3)
 
 
 @settings(max_examples=25, deadline=None)
@@ -137,11 +87,11 @@ def test_scale() -> None:
     seed=st.integers(0, 2**31),
 )  # fmt: skip
 def test_any_lists(n_q: int, n_kv: int, slots: int, share: int, seed: int) -> None:
-    check_against_dense(make_inputs(1, 2 * share, 2, n_q, n_kv, 64, slots, seed=seed))
+    check_against_dense(make_block_inputs(1, 2 * share, 2, n_q, n_kv, 64, slots, seed=seed))
 
 
 def test_gradcheck() -> None:
-    x = make_inputs(heads=2, kv_heads=1, n_q=3, n_kv=70, slots=2)
+    x = make_block_inputs(heads=2, kv_heads=1, n_q=3, n_kv=70, slots=2)
     x.q2k_num.fill_(2)
     x.kv_block_size.fill_(4)
 
@@ -152,7 +102,7 @@ def test_gradcheck() -> None:
 
 
 def test_all_keys_are_valid_by_default() -> None:
-    x = make_inputs()
+    x = make_block_inputs()
     x.kv_block_size.fill_(BLOCK)
     expected = dsa_ext.block_sparse_attn(x.q, x.k, x.v, *x.lists(), return_lse=True)
     got = dsa_ext.block_sparse_attn(x.q, x.k, x.v, x.q2k_index, x.q2k_num, return_lse=True)
@@ -160,7 +110,7 @@ def test_all_keys_are_valid_by_default() -> None:
 
 
 def test_keys_that_nobody_sees_have_no_effect() -> None:
-    x = make_inputs(slots=2)
+    x = make_block_inputs(slots=2)
     expected = dsa_ext.block_sparse_attn(x.q, x.k, x.v, *x.lists())
     seen = (times_visible(x) > 0).flatten(0, 1).flatten(0, 1).any(0)
     assert 0 < seen.sum() < N_KV
@@ -175,7 +125,7 @@ def test_keys_that_nobody_sees_have_no_effect() -> None:
 
 def test_layouts() -> None:
     """[B, N, H, D] in memory: the same values, and results in the same layout."""
-    x = make_inputs(batch=2)
+    x = make_block_inputs(batch=2)
     expected = dsa_ext.block_sparse_attn(x.q, x.k, x.v, *x.lists())
     turned = [t.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (x.q, x.k, x.v)]
     out = dsa_ext.block_sparse_attn(*turned, *x.lists())
@@ -188,7 +138,7 @@ def test_layouts() -> None:
 @pytest.mark.parametrize("sizes", [(0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)])
 def test_empty_tensors(sizes: tuple[int, int, int, int]) -> None:
     batch, heads, n_q, n_kv = sizes
-    x = make_inputs(batch, heads, 1 if heads == 0 else heads, n_q, n_kv)
+    x = make_block_inputs(batch, heads, 1 if heads == 0 else heads, n_q, n_kv)
     out, lse = dsa_ext.block_sparse_attn(*x.leaves(), *x.lists(), return_lse=True)
     assert out.shape == x.q.shape
     assert lse.shape == x.q.shape[:3]
@@ -197,7 +147,7 @@ def test_empty_tensors(sizes: tuple[int, int, int, int]) -> None:
 
 
 def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = make_inputs()
+    x = make_block_inputs()
 
     def everything() -> tuple[Tensor, ...]:
         out, lse = reference.block_sparse_attn_fwd(x.q, x.k, x.v, *x.lists())
@@ -209,7 +159,7 @@ def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
-    return {**vars(make_inputs(dtype=torch.bfloat16)), **changes}
+    return {**vars(make_block_inputs(dtype=torch.bfloat16)), **changes}
 
 
 def zeros(*shape: int) -> Tensor:
@@ -254,7 +204,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("call", [cpu, fake], ids=["cpu", "fake"])
+@pytest.mark.parametrize("call", [native, cpu, fake], ids=["native", "cpu", "fake"])
 @pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[text for _, text in ERRORS])
 def test_errors(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
     assert_error(call, FWD, arguments(**changes), message)
@@ -296,7 +246,7 @@ def test_opcheck() -> None:
 
 def test_compile() -> None:
     torch._dynamo.reset()
-    x = make_inputs(dtype=torch.float32)
+    x = make_block_inputs(dtype=torch.float32)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, lse = dsa_ext.block_sparse_attn(q, k, v, *x.lists(), return_lse=True)
@@ -307,7 +257,7 @@ def test_compile() -> None:
 
 
 def test_flop_formula() -> None:
-    x = make_inputs(dtype=torch.float32)
+    x = make_block_inputs(dtype=torch.float32)
     with FlopCounterMode(display=False) as counter:
         dsa_ext.block_sparse_attn(*x.leaves(), *x.lists()).sum().backward()
     counts = counter.get_flop_counts()["Global"]

@@ -171,6 +171,7 @@ SOURCES = [
     "indexer_loss/launch",
     "indexer_bwd/launch",
     "block_select/launch",
+    "block_sparse_attn_fwd/launch",
 ]
 
 
@@ -210,6 +211,10 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "indexer_loss/launch": Kernels("indexer_loss_kernel", 1, 256, ("MUFU", "SHFL")),
         # Of dtypes, and of 1 to 32 warps a row.
         "block_select/launch": Kernels("block_select_kernel", 2 * 6, 1024, ("FMNMX", "SHFL", "VOTE", "REDUX")),
+        # Of columns.
+        "block_sparse_attn_fwd/launch": Kernels(
+            "block_sparse_attn_fwd_kernel", 2, 512, ("HGMMA", *scoring), ("combine_kernelILi64", "combine_kernelILi128")
+        ),
         # Of columns and of heads; one that adds to sums, and one that stores rows.
         "indexer_bwd/launch": Kernels("indexer_bwd_kernel", 2 * 4 * 2, gradients.threads, MLA, gradients_others),
     }[source]
@@ -257,6 +262,45 @@ def test_kernels_contain_the_instructions_they_claim(host_functions: ModuleType)
         for kernel in found:
             for instruction in kernels.instructions:
                 assert re.search(rf"\b{instruction}\b", kernel), (kernel.split("\n", 1)[0], instruction)
+
+
+@needs_library
+def test_queries_stay_in_registers() -> None:
+    """What all products of block_sparse_attn_fwd's loop read: ptxas 13.0 gives it away when it thinks nobody looks."""
+    folders = [str(Path(tool(name)).parent) for name in ("cuobjdump", "nvdisasm")]
+    path = os.pathsep.join([*folders, os.environ["PATH"]])
+    disassembly = run(tool("cuobjdump"), "-sass", _native.library or "", PATH=path)
+    kernels = [f for f in disassembly.split("Function : ")[1:] if "block_sparse_attn_fwd_kernel" in f.split("\n", 1)[0]]
+    assert kernels
+    for kernel in kernels:
+        lines = kernel.splitlines()
+        products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+        scores = [line for line in (lines[i] for i in products) if "HGMMA.64x64x16" in line and "tnspB" not in line]
+        firsts = [int(re.findall(r"R(\d+), gdesc", line)[0]) for line in scores]
+        queries = {first + i for first in firsts for i in range(4)}
+        assert len(queries) in (16, 32)
+        for line in lines[products[0] : products[-1]]:
+            written = re.search(r"\*/\s+(?:@!?U?P\d+ )?(?!ST|HGMMA)[A-Z0-9_.]+ R(\d+)", line)
+            assert not written or int(written[1]) not in queries, line
+
+
+@given(items=st.integers(1, 5000), slots=st.integers(1, 5000), num_sms=st.integers(1, 140))
+def test_pieces(host_functions: ModuleType, items: int, slots: int, num_sms: int) -> None:
+    """Every unit of every list once; of a worker's pieces two at most are parts: one begins a list, one does not."""
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for pieces in host_functions.block_sparse_attn_fwd.pieces(items, slots, num_sms):
+        parts = [begin == 0 for _, begin, end, units in pieces if end - begin < units]
+        assert len(parts) == len(set(parts))
+        for item, begin, end, units in pieces:
+            assert 0 <= begin < end <= units <= max(1, slots)
+            seen.setdefault(item, []).append((begin, end))
+    assert sorted(seen) == list(range(items))
+    for item in seen:
+        ends = [0]
+        for begin, end in sorted(seen[item]):
+            assert begin == ends[-1]
+            ends.append(end)
+        assert ends[-1] == units
 
 
 def test_a_config_for_every_shape(host_functions: ModuleType) -> None:

@@ -74,21 +74,6 @@ using RowsMma = decltype(cute::make_tiled_mma(
     cute::GMMA::rs_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>,
                                cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 
-// A use of operands in registers, behind the loop whose products all read them. Without one ptxas 13.0 may take them
-// for dead after the first round, and give their registers away: wrong results, and no word of it.
-template <class Fragment>
-__device__ __forceinline__ void use_operand(const Fragment& r) {
-  uint32_t mixed = 0;
-#pragma unroll
-  for (uint32_t word : *reinterpret_cast<const uint32_t (*)[sizeof(r) / 4]>(r.data())) mixed ^= word;
-  asm volatile(
-      "{\n"
-      ".reg .pred rarely;\n"
-      "setp.eq.b32 rarely, %0, 0x5f3759df;\n"
-      "@rarely nanosleep.u32 0;\n"
-      "}\n" ::"r"(mixed));
-}
-
 // The same object, at an address that the compiler does not know: what it derives from it, like the descriptors of
 // wgmma, it computes where it is needed, instead of once for all tiles and in registers that are not there.
 template <class T>

@@ -58,21 +58,6 @@ __device__ __forceinline__ bool any_of_warpgroup(bool predicate) {
   return any;
 }
 
-__device__ __forceinline__ bool any_of_warpgroup(int barrier, bool predicate) {
-  int any;
-  asm volatile(
-      "{\n"
-      ".reg .pred in, out;\n"
-      "setp.ne.s32 in, %1, 0;\n"
-      "barrier.cta.red.or.pred out, %2, %3, in;\n"
-      "selp.s32 %0, 1, 0, out;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(static_cast<int>(predicate)), "r"(barrier), "n"(kWarpgroupThreads)
-      : "memory");
-  return any;
-}
-
 // fence.proxy.async: orders this thread's ordinary shared-memory accesses, and those it has synchronised with, before
 // later ones of tensor cores and copy engine
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

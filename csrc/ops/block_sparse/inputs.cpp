@@ -2,7 +2,9 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace dsa::block_sparse {
 namespace {
@@ -77,7 +79,7 @@ Problem problem_of(const Inputs& inputs, const Device& device, int device_index)
       .device = device_index,
       .num_sms = device.num_sms,
       .sm_scale = static_cast<float>(scale),
-      .scale_log2 = static_cast<float>(scale * kLog2E),
+      .scale_log2 = std::max(static_cast<float>(std::abs(scale) * kLog2E), std::numeric_limits<float>::min()),
   };
 }
 

@@ -31,9 +31,10 @@ struct Problem {
 
   int batch, heads, kv_heads, seq_q, seq_kv, slots, columns;
   int q_blocks, kv_blocks;
-  int device;                  // index of the one that runs the kernels
-  int num_sms;                 // of that device
-  float sm_scale, scale_log2;  // the latter for exponentials of base 2
+  int device;   // index of the one that runs the kernels
+  int num_sms;  // of that device
+  float sm_scale;
+  float scale_log2;  // its magnitude, never 0, for exponentials of base 2: the kernels turn the sign of q instead
 };
 
 }  // namespace dsa::block_sparse

@@ -81,6 +81,37 @@ __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, 
   mark(-1, -1);
 }
 
+// A use of operands in registers, behind the loop whose products all read them. Without one ptxas 13.0 may take them
+// for dead after the first round, and give their registers away: wrong results, and no word of it.
+template <class Fragment>
+__device__ __forceinline__ void use_operand(const Fragment& r) {
+  uint32_t mixed = 0;
+#pragma unroll
+  for (uint32_t word : *reinterpret_cast<const uint32_t (*)[sizeof(r) / 4]>(r.data())) mixed ^= word;
+  asm volatile(
+      "{\n"
+      ".reg .pred rarely;\n"
+      "setp.eq.b32 rarely, %0, 0x5f3759df;\n"
+      "@rarely nanosleep.u32 0;\n"
+      "}\n" ::"r"(mixed));
+}
+
+// barrier.red.or: bar.sync, and whether `predicate` holds in any thread of the warpgroup
+__device__ __forceinline__ bool any_of_warpgroup(int barrier, bool predicate) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred in, out;\n"
+      "setp.ne.s32 in, %1, 0;\n"
+      "barrier.cta.red.or.pred out, %2, %3, in;\n"
+      "selp.s32 %0, 1, 0, out;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(static_cast<int>(predicate)), "r"(barrier), "n"(kWarpgroupThreads)
+      : "memory");
+  return any;
+}
+
 // Two rows of a lane. Scores, in units of log 2, are taken relative to an offset, which is the maximum of the first
 // block that is seen, and follows only when a sum grows beyond 2^40. Until then fp32 and bf16 bear it as well as
 // if it were the maximum.
@@ -164,6 +195,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, const Params& 
     arrive(&shared.empty[ring.slot]);
     ring.advance();
   };
+  const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
   for (;;) {
     wait_full();
     if (shared.keys[ring.slot] == 0) break;  // no further piece
@@ -172,6 +204,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, const Params& 
       load_matrices(shared_address(shared.tiles[ring.slot] + i / 4 * kChunkElements) +
                         swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
                     q_pairs[i]);
+      for (uint32_t& pair : q_pairs[i]) pair ^= flip;
     }
     warpgroup_fence_operand(r_q);
     ring.advance();

@@ -1,0 +1,121 @@
+"""Times dsa::block_sparse_attn_fwd beside its peers; writes its results file and plot.
+
+12 heads of 128 columns, bf16; every block of queries lists as many blocks of keys, drawn at random, in ascending order.
+TFLOP/s count 4 * 64 * 64 * 128 for each listed block. Some rows of every case are checked against the reference in
+float64 before it is timed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from common import (
+    Case,
+    grouped_bars,
+    make_case,
+    measure_all,
+    measure_ms,
+    parse_arguments,
+    peer_figure,
+    pyplot,
+    report,
+    time_versus,
+)
+
+from dsa_ext import reference
+from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
+
+OP = "block_sparse_attn_fwd"
+HEADS, COLUMNS, BLOCK = 12, 128, 64
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One measurement."""
+
+    group: str
+    name: str
+    queries: int
+    keys: int
+    sparsity: int  # percent of the blocks that are not listed
+    peer: tuple[str, str] | None = None  # its figures' key and case
+    sizes: bool = False  # blocks of keys have 32 to 64 valid ones
+    compare_to: str | None = None  # a case to divide this one's time by
+
+
+def specs() -> Iterator[Spec]:
+    for tokens in (8192, 16384, 23296, 32768, 65536, 131072):
+        for sparsity in (99, 90, 50, 1) if tokens < 131072 else (99, 90):
+            has_peer = tokens in (23296, 32768) and sparsity != 99
+            peer = ("fwd_ms", f"{tokens}_{sparsity}pct") if has_peer else None
+            yield Spec(f"{tokens} tokens", f"n{tokens}_{sparsity}", tokens, tokens, sparsity, peer)
+    for sparsity in (90, 50):
+        name = f"n23296_{sparsity}"
+        yield Spec("Blocks of 32 to 64 keys", f"{name}_sizes", 23296, 23296, sparsity, sizes=True, compare_to=name)
+    for sparsity in (99, 90, 50, 1):
+        peer = ("decode_64q_23296kv_ms", f"{sparsity}pct") if sparsity != 99 else None
+        yield Spec("One block of queries", f"decode_23296_{sparsity}", BLOCK, 23296, sparsity, peer)
+
+
+def measure(spec: Spec, times: dict[str, float]) -> Case:
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, k, v = (
+        torch.randn(1, HEADS, n, COLUMNS, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for n in (spec.queries, spec.keys, spec.keys)
+    )
+    q_blocks, kv_blocks = spec.queries // BLOCK, spec.keys // BLOCK
+    listed = round(kv_blocks * (1 - spec.sparsity / 100))
+    drawn = torch.rand(HEADS, q_blocks, kv_blocks, generator=generator, device="cuda").topk(listed).indices
+    index = drawn.sort(-1).values.int()[None]
+    number = torch.full((1, HEADS, q_blocks), listed, device="cuda", dtype=torch.int32)
+    sizes = None
+    if spec.sizes:
+        sizes = torch.randint(32, 65, (kv_blocks,), generator=generator, device="cuda", dtype=torch.int32)
+    out, _ = torch.ops.dsa.block_sparse_attn_fwd(q, k, v, index, number, sizes)
+    last = slice(-BLOCK, None)
+    expected, _ = reference.block_sparse_attn_fwd(
+        q[:, :1, last].double(), k[:, :1].double(), v[:, :1].double(), index[:, :1, -1:], number[:, :1, -1:], sizes
+    )
+    error = similarity_error(out[:, :1, last], expected)
+    assert error <= SIMILARITY, error
+
+    ms = measure_ms(lambda: torch.ops.dsa.block_sparse_attn_fwd(q, k, v, index, number, sizes))
+    tflops = 4 * HEADS * COLUMNS * BLOCK * BLOCK * q_blocks * listed / ms / 1e9
+    peer = None
+    if spec.peer:
+        peer_ms = peer_figure("block_sparse_attention", *spec.peer)
+        peer = ("cuDNN frontend", round(tflops * ms / peer_ms, 2))
+    return make_case(
+        spec.name,
+        spec.group,
+        {"B": 1, "H": HEADS, "Nq": spec.queries, "Nkv": spec.keys, "D": COLUMNS, "M": listed, "sizes": spec.sizes},
+        ms,
+        tflops=tflops,
+        peer=peer,
+        err={"similarity": error},
+        **time_versus(ms, spec.compare_to, times),
+    )
+
+
+def plot(cases: list[Case], path: Path) -> None:
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(11, 4.2), constrained_layout=True)
+    shown = [case for case in cases if case["peer"]]
+    series = {"dsa_ext": [c["tflops"] for c in shown], "cuDNN frontend": [c["peer_value"] for c in shown]}
+    grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in shown], series)
+    axis.set(title="block_sparse_attn_fwd: tokens and percent of blocks left out", ylabel="TFLOP/s")
+    axis.legend(loc="upper left")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main() -> None:
+    args = parse_arguments(__doc__)
+    with torch.inference_mode():
+        cases = measure_all(OP, specs(), measure, args.only)
+    report(OP, cases, None if args.only else args.out, plot)
+
+
+if __name__ == "__main__":
+    main()
