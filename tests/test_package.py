@@ -1,5 +1,6 @@
 """The package as a whole: registration, the compiled library, what the compiler made of the kernels."""
 
+import functools
 import itertools
 import os
 import re
@@ -249,15 +250,20 @@ def test_compiler_report(source: str, host_functions: ModuleType) -> None:
             assert registers * kernels.threads <= REGISTERS_PER_SM, name
 
 
-@needs_library
-def test_kernels_contain_the_instructions_they_claim(host_functions: ModuleType) -> None:
+@functools.cache
+def machine_code() -> list[str]:
+    """The library's kernels, disassembled: name and instructions of each."""
     folders = [str(Path(tool(name)).parent) for name in ("cuobjdump", "nvdisasm")]
     path = os.pathsep.join([*folders, os.environ["PATH"]])
     disassembly = run(tool("cuobjdump"), "-sass", _native.library or "", PATH=path)
-    functions = disassembly.split("Function : ")[1:]
+    return disassembly.split("Function : ")[1:]
+
+
+@needs_library
+def test_kernels_contain_the_instructions_they_claim(host_functions: ModuleType) -> None:
     for source in SOURCES:
         kernels = kernels_of(source, host_functions)
-        found = [function for function in functions if re.search(kernels.main, function.split("\n", 1)[0])]
+        found = [function for function in machine_code() if re.search(kernels.main, function.split("\n", 1)[0])]
         assert len(found) == kernels.instances
         for kernel in found:
             for instruction in kernels.instructions:
@@ -267,10 +273,7 @@ def test_kernels_contain_the_instructions_they_claim(host_functions: ModuleType)
 @needs_library
 def test_queries_stay_in_registers() -> None:
     """What all products of block_sparse_attn_fwd's loop read: ptxas 13.0 gives it away when it thinks nobody looks."""
-    folders = [str(Path(tool(name)).parent) for name in ("cuobjdump", "nvdisasm")]
-    path = os.pathsep.join([*folders, os.environ["PATH"]])
-    disassembly = run(tool("cuobjdump"), "-sass", _native.library or "", PATH=path)
-    kernels = [f for f in disassembly.split("Function : ")[1:] if "block_sparse_attn_fwd_kernel" in f.split("\n", 1)[0]]
+    kernels = [kernel for kernel in machine_code() if "block_sparse_attn_fwd_kernel" in kernel.split("\n", 1)[0]]
     assert kernels
     for kernel in kernels:
         lines = kernel.splitlines()
