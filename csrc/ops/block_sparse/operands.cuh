@@ -1,0 +1,56 @@
+// Blocks of rows as operands in registers.
+#pragma once
+
+#include "ops/block_sparse/params.h"
+#include "sm90/matrix_copy.cuh"
+#include "sm90/mma.cuh"
+#include "sm90/warpgroup.cuh"
+
+namespace dsa::block_sparse {
+
+// A block in registers, as the left operand of products over columns.
+template <int kColumns>
+using RowsOperand = decltype(cute::make_tensor<sm90::Bf16>(
+    cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kColumns / 16>>{}));
+
+// Calls with the number of a step of 16 columns and this lane's four pairs of it: of rows r, r + 8, r, r + 8 with r =
+// thread / 32 * 16 + lane / 4, the latter two 8 columns further.
+template <int kColumns, class Use>
+__device__ __forceinline__ void for_operand_pairs(const sm90::Bf16* tile, int thread, const Use& use) {
+  const int row = thread / sm90::kWarpThreads * 16 + thread % 16, piece = thread / 16 % 2;
+#pragma unroll
+  for (int i = 0; i < kColumns / 16; ++i) {
+    uint32_t pairs[4];
+    sm90::load_matrices(
+        sm90::shared_address(tile + i / 4 * sm90::kChunkElements) + sm90::swizzled_offset(row, i % 4 * 2 + piece),
+        pairs);
+    use(i, pairs);
+  }
+}
+
+template <class Fragment>
+__device__ __forceinline__ auto& pairs_of(Fragment& r) {
+  return *reinterpret_cast<uint32_t (*)[sizeof(r) / 16][4]>(r.data());
+}
+
+// A use of operands in registers, behind the loop whose products all read them. Without one ptxas 13.0 may take them
+// for dead after the first round, and give their registers away: wrong results, and no word of it.
+template <class Fragment>
+__device__ __forceinline__ void use_operand(const Fragment& r) {
+  uint32_t mixed = 0;
+#pragma unroll
+  for (uint32_t word : *reinterpret_cast<const uint32_t (*)[sizeof(r) / 4]>(r.data())) mixed ^= word;
+  asm volatile(
+      "{\n"
+      ".reg .pred rarely;\n"
+      "setp.eq.b32 rarely, %0, 0x5f3759df;\n"
+      "@rarely nanosleep.u32 0;\n"
+      "}\n" ::"r"(mixed));
+}
+
+// The barrier of this warpgroup; not from a register that would be held for it.
+__device__ __forceinline__ int own_barrier() {
+  return 1 + sm90::recomputed(static_cast<int>(threadIdx.x)) / sm90::kWarpgroupThreads;
+}
+
+}  // namespace dsa::block_sparse

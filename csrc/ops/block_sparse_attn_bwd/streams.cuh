@@ -1,0 +1,92 @@
+// What the two kernels of the gradients share. Each has two warpgroups that compute, with blocks and slots of their
+// own, and a warp that copies for each of them.
+#pragma once
+
+#include "ops/block_sparse/lists.cuh"
+#include "ops/block_sparse/operands.cuh"
+#include "params.h"
+#include "sm90/matrix_copy.cuh"
+#include "sm90/mbarrier.cuh"
+#include "sm90/mma.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/warpgroup.cuh"
+
+namespace dsa::block_sparse_attn_bwd {
+
+using namespace dsa::block_sparse;
+using namespace dsa::sm90;
+
+inline constexpr int kStreams = 2;
+inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;
+inline constexpr int kComputeRegisters = 232, kCopyRegisters = 40, kStartRegisters = 168;
+inline constexpr int kMaxSharedBytes = 227 * 1024;
+
+template <int kColumns>
+using Tile = Bf16[kBlock * kColumns];
+
+// Copies 64 rows from `position` on. By one thread.
+template <int kColumns>
+__device__ __forceinline__ void copy_block(Bf16* tile, const CUtensorMap* map, int head, int position, int batch,
+                                           uint64_t* full) {
+#pragma unroll
+  for (int chunk = 0; chunk < kColumns / kChunkColumns; ++chunk) {
+    tma_load(tile + chunk * kChunkElements, map, {chunk * kChunkColumns, head, 0, position, batch}, full);
+  }
+}
+
+// cp.async.bulk, global to shared: `bytes` and both addresses are multiples of 16
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// The next of blocks that nobody has taken. By a warp.
+__device__ __forceinline__ int take(int* taken, int lane) {
+  int index = 0;
+  if (lane == 0) index = atomicAdd(taken, 1);
+  return __shfl_sync(~0u, index, 0);
+}
+
+// 64 x 64 accumulators to operands of the next product.
+template <class Scores, class Fragment>
+__device__ __forceinline__ void to_operand(const Scores& r_s, Fragment& r_operand) {
+  auto& pairs = *reinterpret_cast<uint32_t (*)[sizeof(r_s) / 8]>(r_operand.data());
+#pragma unroll
+  for (int i = 0; i < r_s.size() / 2; ++i) pairs[i] = pack_bf16(r_s(2 * i), r_s(2 * i + 1));
+}
+
+// Rows of a block's accumulators, scaled and rounded, to the `count` rows from `position` on.
+template <class Accumulators>
+__device__ __forceinline__ void store_block(const Heads& to, int batch, int head, int position, int count,
+                                            const Accumulators& r_sum, float scale, int thread) {
+  const int lane = thread % kWarpThreads;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = thread / kWarpThreads * 16 + lane / 4 + 8 * r;
+    if (row >= count) continue;
+    uint32_t* g_row = static_cast<uint32_t*>(to.data) + to.offset(batch, head, position + row) / 2;
+#pragma unroll
+    for (int i = 2 * r; i < r_sum.size(); i += 4) {
+      g_row[i / 4 * 4 + lane % 4] = pack_bf16(r_sum(i) * scale, r_sum(i + 1) * scale);
+    }
+  }
+}
+
+// One role a warpgroup: compute(stream, thread) or copy(stream, lane).
+template <class Streams, class Compute, class Copy>
+__device__ __forceinline__ void run_roles(Streams& streams, const Compute& compute, const Copy& copy) {
+  const int thread = threadIdx.x % kWarpgroupThreads;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
+  if (warpgroup < kStreams) {
+    set_registers<kComputeRegisters, kStartRegisters>();
+    compute(streams[warpgroup], thread);
+  } else {
+    set_registers<kCopyRegisters, kStartRegisters>();
+    const int warp = __shfl_sync(~0u, thread / kWarpThreads, 0);
+    if (warp < kStreams) copy(streams[warp], thread % kWarpThreads);
+  }
+}
+
+}  // namespace dsa::block_sparse_attn_bwd

@@ -1,0 +1,90 @@
+// Lists of keys by query block become lists of queries by key block. A CTA has some blocks of keys of one head: its
+// warps, each with a run of query blocks, count who lists them, and once they know where theirs begin, write in order.
+#pragma once
+
+#include "ops/block_sparse/lists.cuh"
+#include "params.h"
+
+namespace dsa::block_sparse_attn_bwd {
+
+using namespace dsa::block_sparse;
+using namespace dsa::sm90;
+
+inline constexpr int kTransposeWarps = 32, kTransposeThreads = kTransposeWarps * kWarpThreads;
+inline constexpr int kRange = 64;  // blocks of keys of a CTA
+
+constexpr int ranges(int kv_blocks) { return (kv_blocks + kRange - 1) / kRange; }
+
+// Calls found(row, id) for the visible blocks that rows [begin, end) of a head list, row by row. By a warp.
+template <class Found>
+__device__ __forceinline__ void for_listed_blocks(const Params& p, Item item, int begin, int end, const Found& found) {
+  constexpr int kAhead = 4;
+  for (item.block = begin; item.block < end; ++item.block) {
+    const List list = listed_blocks(p, item);
+    for (int first = threadIdx.x % kWarpThreads; first < list.count; first += kAhead * kWarpThreads) {
+      int ids[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int slot = first + i * kWarpThreads;
+        ids[i] = slot < list.count ? __ldg(list.g_ids + slot) : -1;
+      }
+#pragma unroll
+      for (int id : ids) {
+        if (valid_keys(p, id) > 0) found(item.block, id);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+__global__ void __launch_bounds__(kTransposeThreads) transpose_kernel(const __grid_constant__ Params p) {
+  __shared__ int places[kTransposeWarps][kRange];  // counts, then where the next entry of a warp goes
+  __shared__ int sums[kRange];
+  __shared__ int before;  // entries of blocks below the range
+  if (blockIdx.x == 0 && threadIdx.x < 2) p.taken[threadIdx.x] = 0;
+  const Item head(static_cast<int>(blockIdx.x) / ranges(p.kv_blocks) * p.q_blocks, p.q_blocks, p.heads);
+  const int first_block = static_cast<int>(blockIdx.x) % ranges(p.kv_blocks) * kRange;
+  const int64_t head_index = static_cast<int64_t>(head.batch) * p.heads + head.head;
+  int* g_listing = p.listing + head_index * p.q_blocks * p.slots;
+  const int warp = threadIdx.x / kWarpThreads;
+  const auto first_row = [&](int of_warp) {
+    return static_cast<int>(static_cast<int64_t>(of_warp) * p.q_blocks / kTransposeWarps);
+  };
+  for (int i = threadIdx.x; i < kTransposeWarps * kRange; i += kTransposeThreads) places[i / kRange][i % kRange] = 0;
+  if (threadIdx.x == 0) before = 0;
+  __syncthreads();
+
+  int below = 0;
+  for_listed_blocks(p, head, first_row(warp), first_row(warp + 1), [&](int, int id) {
+    below += id < first_block;
+    if (is_visible(id - first_block, kRange)) atomicAdd(&places[warp][id - first_block], 1);
+  });
+  below = __reduce_add_sync(~0u, below);
+  if (threadIdx.x % kWarpThreads == 0) atomicAdd(&before, below);
+  __syncthreads();
+  if (threadIdx.x < kRange) {
+    int sum = 0;
+    for (int i = 0; i < kTransposeWarps; ++i) sum += places[i][threadIdx.x];
+    sums[threadIdx.x] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x < kRange) {
+    int place = before;
+    for (int i = 0; i < threadIdx.x; ++i) place += sums[i];
+    int* g_offsets = p.offsets + head_index * (p.kv_blocks + 1) + first_block + threadIdx.x;
+    if (first_block + threadIdx.x < p.kv_blocks) *g_offsets = place;
+    for (int i = 0; i < kTransposeWarps; ++i) {
+      const int count = places[i][threadIdx.x];
+      places[i][threadIdx.x] = place;
+      place += count;
+    }
+    if (first_block + threadIdx.x == p.kv_blocks - 1) g_offsets[1] = place;
+  }
+  __syncthreads();
+  // A block that a row lists twice takes two places, which of them for which does not matter.
+  for_listed_blocks(p, head, first_row(warp), first_row(warp + 1), [&](int row, int id) {
+    if (is_visible(id - first_block, kRange)) g_listing[atomicAdd(&places[warp][id - first_block], 1)] = row;
+  });
+}
+
+}  // namespace dsa::block_sparse_attn_bwd
