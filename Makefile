@@ -41,6 +41,7 @@ bench: build
 	$(PY) bench/bench_indexer.py
 	$(PY) bench/bench_block_select.py
 	$(PY) bench/bench_block_sparse_attn.py
+	$(PY) bench/bench_block_sparse_attn_bwd.py
 
 tables: build
 	$(PY) bench/tables.py

@@ -22,6 +22,7 @@ from common import (
     report,
     time_versus,
 )
+from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
@@ -58,17 +59,28 @@ def specs() -> Iterator[Spec]:
         yield Spec("One block of queries", f"decode_23296_{sparsity}", BLOCK, 23296, sparsity, peer)
 
 
+def draw(queries: int, keys: int, sparsity: int, generator: torch.Generator) -> tuple[list[Tensor], Tensor, Tensor]:
+    """q, k and v; the listed blocks and their number."""
+    tensors = [
+        torch.randn(1, HEADS, n, COLUMNS, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for n in (queries, keys, keys)
+    ]
+    q_blocks, kv_blocks = queries // BLOCK, keys // BLOCK
+    listed = round(kv_blocks * (1 - sparsity / 100))
+    drawn = torch.rand(HEADS, q_blocks, kv_blocks, generator=generator, device="cuda").topk(listed).indices
+    number = torch.full((1, HEADS, q_blocks), listed, device="cuda", dtype=torch.int32)
+    return tensors, drawn.sort(-1).values.int()[None], number
+
+
+def products(index: Tensor) -> int:
+    """Floating-point operations of one matmul over all listed blocks."""
+    return 2 * index.numel() * BLOCK * BLOCK * COLUMNS
+
+
 def measure(spec: Spec, times: dict[str, float]) -> Case:
     generator = torch.Generator("cuda").manual_seed(1)
-    q, k, v = (
-        torch.randn(1, HEADS, n, COLUMNS, generator=generator, device="cuda", dtype=torch.bfloat16)
-        for n in (spec.queries, spec.keys, spec.keys)
-    )
-    q_blocks, kv_blocks = spec.queries // BLOCK, spec.keys // BLOCK
-    listed = round(kv_blocks * (1 - spec.sparsity / 100))
-    drawn = torch.rand(HEADS, q_blocks, kv_blocks, generator=generator, device="cuda").topk(listed).indices
-    index = drawn.sort(-1).values.int()[None]
-    number = torch.full((1, HEADS, q_blocks), listed, device="cuda", dtype=torch.int32)
+    (q, k, v), index, number = draw(spec.queries, spec.keys, spec.sparsity, generator)
+    kv_blocks = spec.keys // BLOCK
     sizes = None
     if spec.sizes:
         sizes = torch.randint(32, 65, (kv_blocks,), generator=generator, device="cuda", dtype=torch.int32)
@@ -81,7 +93,7 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     assert error <= SIMILARITY, error
 
     ms = measure_ms(lambda: torch.ops.dsa.block_sparse_attn_fwd(q, k, v, index, number, sizes))
-    tflops = 4 * HEADS * COLUMNS * BLOCK * BLOCK * q_blocks * listed / ms / 1e9
+    tflops = 2 * products(index) / ms / 1e9
     peer = None
     if spec.peer:
         peer_ms = peer_figure("block_sparse_attention", *spec.peer)
@@ -89,7 +101,15 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     return make_case(
         spec.name,
         spec.group,
-        {"B": 1, "H": HEADS, "Nq": spec.queries, "Nkv": spec.keys, "D": COLUMNS, "M": listed, "sizes": spec.sizes},
+        {
+            "B": 1,
+            "H": HEADS,
+            "Nq": spec.queries,
+            "Nkv": spec.keys,
+            "D": COLUMNS,
+            "M": index.shape[3],
+            "sizes": spec.sizes,
+        },
         ms,
         tflops=tflops,
         peer=peer,

@@ -148,9 +148,18 @@ def block_sparse_attn(n_q: int, n_kv: int, slots: int) -> None:
     for dim in (64, 128):
         x = make_block_inputs(n_q=n_q, n_kv=n_kv, slots=slots, dim=dim, dtype=torch.bfloat16, device="cuda")
         args = (*(strided_copy(t.transpose(1, 2)).transpose(1, 2) for t in (x.q, x.k, x.v)), *x.lists())
-        got = torch.ops.dsa.block_sparse_attn_fwd(*args)[0]
-        expected = reference.block_sparse_attn_fwd(*(t.double() for t in args[:3]), *args[3:])[0]
+        got, lse = torch.ops.dsa.block_sparse_attn_fwd(*args)
+        wide = tuple(t.double() for t in args[:3])
+        expected, expected_lse = reference.block_sparse_attn_fwd(*wide, *args[3:])
         assert not expected.any() or similarity_error(got, expected) <= SIMILARITY, similarity_error(got, expected)
+        dlse = lse.clamp(min=0)
+        grads = torch.ops.dsa.block_sparse_attn_bwd(got, *args[:3], got, lse, *args[3:], dlse=dlse)
+        expected_grads = reference.block_sparse_attn_bwd(
+            got.double(), *wide, expected, expected_lse, *args[3:], dlse=dlse.double()
+        )
+        # With one key, dq is what rounding leaves of 0.
+        pairs = [(a, b) for a, b in zip(grads, expected_grads, strict=True) if bool((b.abs() > 1e-6).any())]
+        check_gradients(*(tuple(side) for side in zip(*pairs, strict=True)))
 
 
 def check_gradients(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

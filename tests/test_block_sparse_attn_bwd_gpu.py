@@ -1,5 +1,6 @@
 """The kernels of block_sparse_attn_bwd against the reference in float64 on the same GPU, and their other promises."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -46,9 +47,11 @@ def check(x: BlockInputs, sm_scale: float | None = None, sizes: bool = True, wit
     for gradient, wanted, tensor in zip(gradients, expected, (x.q, x.k, x.v), strict=True):
         assert gradient.dtype == torch.bfloat16
         assert gradient.stride() == torch.empty_like(tensor).stride()
-        if bool(wanted.any()):
+        if bool((wanted.abs() > 1e-6).any()):  # with one key, dq is what rounding leaves of 0
             assert similarity_error(gradient, wanted) <= GRADIENT_SIMILARITY
-        assert not gradient[(wanted == 0).all(-1)].any()
+    assert not gradients[0][lse == -torch.inf].any()
+    unseen = ~valid_keys(x.k, lists[2]).flatten()[: x.k.shape[2]]
+    assert not any(gradient[:, :, unseen].any() for gradient in gradients[1:])
     again = OP(dout, x.q, x.k, x.v, out, lse, *lists, sm_scale, dlse)
     assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
     return list(gradients)
@@ -188,6 +191,21 @@ def test_graph_capture_at_first_call_and_side_stream() -> None:
         aside = OP(*arguments)
     stream.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(aside, expected, strict=True))
+
+
+def test_in_a_thread_of_its_own() -> None:
+    """Which has no CUDA context until something gives it one; autograd's is such a thread as well."""
+    x = make_gpu(n_q=300, dim=128)
+    dout, _ = upstream(x)
+    out, lse = FORWARD(x.q, x.k, x.v, *x.lists())
+    expected = OP(dout, x.q, x.k, x.v, out, lse, *x.lists())
+    for call, wanted in (
+        (lambda: FORWARD(x.q, x.k, x.v, *x.lists()), (out, lse)),
+        (lambda: OP(dout, x.q, x.k, x.v, out, lse, *x.lists()), expected),
+    ):
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(call).result()
+        assert all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True))
 
 
 def test_autograd_errors_and_compile() -> None:

@@ -186,6 +186,13 @@ Tensor aligned_contiguous(const Tensor& tensor) {
 
 void* current_stream(int device_index) {
   DSA_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "dsa: this build of torch has no CUDA streams");
+  // The driver's entry points want a context, which the runtime gives a thread only when that first calls it.
+  static thread_local int bound_device = -1;
+  if (bound_device != device_index) {
+    const cudaError_t error = cudaSetDevice(device_index);
+    DSA_CHECK(error == cudaSuccess, "dsa: cannot use cuda:", device_index, ": ", cudaGetErrorString(error));
+    bound_device = device_index;
+  }
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
   return stream;

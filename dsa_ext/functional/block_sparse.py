@@ -72,7 +72,7 @@ def block_sparse_attn(
 
     Raises:
         RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also for gradients on a GPU: they have no kernel yet.
+            came. Also when a GPU has no kernel.
     """
     args = (q, k, v, q2k_index, q2k_num, kv_block_size, sm_scale)
     result: tuple[Tensor, Tensor] = torch.ops.dsa.block_sparse_attn_fwd.default(*args)

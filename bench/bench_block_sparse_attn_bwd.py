@@ -1,0 +1,120 @@
+"""Times dsa::block_sparse_attn_bwd, its transposed lists included, beside its peers; writes its results file and plot.
+
+As bench_block_sparse_attn.py has it. TFLOP/s count five matmuls, 10 * 64 * 64 * 128 for each listed block. Gradients of
+some rows of every case are checked against the reference in float64 before it is timed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from bench_block_sparse_attn import BLOCK, COLUMNS, HEADS, draw, products
+from common import (
+    Case,
+    grouped_bars,
+    make_case,
+    measure_all,
+    measure_ms,
+    parse_arguments,
+    peer_figure,
+    pyplot,
+    report,
+)
+from torch import Tensor
+
+from dsa_ext import reference
+from dsa_ext.testing.tolerances import GRADIENT_SIMILARITY, similarity_error
+
+OP = "block_sparse_attn_bwd"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One measurement."""
+
+    tokens: int
+    sparsity: int  # percent of the blocks that are not listed
+
+    @property
+    def group(self) -> str:
+        return f"{self.tokens} tokens"
+
+    @property
+    def name(self) -> str:
+        return f"n{self.tokens}_{self.sparsity}"
+
+
+def specs() -> Iterator[Spec]:
+    for tokens in (8192, 16384, 23296, 32768, 65536, 131072):
+        for sparsity in (99, 90, 50, 1) if tokens < 131072 else (99, 90):
+            yield Spec(tokens, sparsity)
+
+
+def check(tensors: list[Tensor], index: Tensor, number: Tensor, gradients: tuple[Tensor, Tensor, Tensor]) -> float:
+    """The largest error of dq of the last block of queries, and of dk and dv of the first block of keys."""
+    dout, q, k, v, out, lse = tensors
+    last = slice(-BLOCK, None)
+    of_last = (t[:, :1, last].double() for t in (dout, q))
+    row = (out[:, :1, last].double(), lse[:, :1, last].double())
+    keys, values = k[:, :1].double(), v[:, :1].double()
+    dq, _, _ = reference.block_sparse_attn_bwd(*of_last, keys, values, *row, index[:, :1, -1:], number[:, :1, -1:])
+    errors = [similarity_error(gradients[0][:, :1, last], dq)]
+
+    listing = (index[0, 0] == 0).any(-1)
+    seeing = (t[:, :1].unflatten(2, (-1, BLOCK))[:, :, listing].flatten(2, 3).double() for t in (dout, q))
+    rows = (t[:, :1].unflatten(2, (-1, BLOCK))[:, :, listing].flatten(2, 3).double() for t in (out, lse))
+    first = torch.zeros(1, 1, int(listing.sum()), 1, device="cuda", dtype=torch.int32)
+    _, dk, dv = reference.block_sparse_attn_bwd(
+        *seeing, keys[:, :, :BLOCK], values[:, :, :BLOCK], *rows, first, torch.ones_like(first[..., 0])
+    )
+    errors += [similarity_error(gradients[i][:, :1, :BLOCK], wanted) for i, wanted in ((1, dk), (2, dv))]
+    assert max(errors) <= GRADIENT_SIMILARITY, errors
+    return max(errors)
+
+
+def measure(spec: Spec, times: dict[str, float]) -> Case:
+    generator = torch.Generator("cuda").manual_seed(1)
+    (q, k, v), index, number = draw(spec.tokens, spec.tokens, spec.sparsity, generator)
+    dout = torch.randn(q.shape, generator=generator, device="cuda", dtype=q.dtype)
+    out, lse = torch.ops.dsa.block_sparse_attn_fwd(q, k, v, index, number)
+    tensors = [dout, q, k, v, out, lse]
+    error = check(tensors, index, number, torch.ops.dsa.block_sparse_attn_bwd(*tensors, index, number))
+
+    ms = measure_ms(lambda: torch.ops.dsa.block_sparse_attn_bwd(*tensors, index, number))
+    tflops = 5 * products(index) / ms / 1e9
+    peer = None
+    if spec.tokens == 23296 and spec.sparsity != 99:
+        peer_ms = peer_figure("block_sparse_attention", "bwd_ms", f"{spec.tokens}_{spec.sparsity}pct")
+        peer = ("cuDNN frontend", round(tflops * ms / peer_ms, 2))
+    return make_case(
+        spec.name,
+        spec.group,
+        {"B": 1, "H": HEADS, "Nq": spec.tokens, "Nkv": spec.tokens, "D": COLUMNS, "M": index.shape[3]},
+        ms,
+        tflops=tflops,
+        peer=peer,
+        err={"similarity": error},
+    )
+
+
+def plot(cases: list[Case], path: Path) -> None:
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(11, 4.2), constrained_layout=True)
+    shown = [case for case in cases if case["peer"]]
+    series = {"dsa_ext": [c["tflops"] for c in shown], "cuDNN frontend": [c["peer_value"] for c in shown]}
+    grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in shown], series)
+    axis.set(title="block_sparse_attn_bwd: tokens and percent of blocks left out", ylabel="TFLOP/s")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main() -> None:
+    args = parse_arguments(__doc__)
+    with torch.inference_mode():
+        cases = measure_all(OP, specs(), measure, args.only)
+    report(OP, cases, None if args.only else args.out, plot)
+
+
+if __name__ == "__main__":
+    main()
