@@ -27,6 +27,7 @@ build: $(STAMPS)/package
 demo: build
 	$(PY) examples/train.py
 	$(PY) examples/demo.py
+	$(PY) examples/video.py
 
 test: lint
 	$(PY) -m pytest
@@ -42,6 +43,9 @@ bench: build
 	$(PY) bench/bench_block_select.py
 	$(PY) bench/bench_block_sparse_attn.py
 	$(PY) bench/bench_block_sparse_attn_bwd.py
+	$(PY) bench/bench_coarse_attn.py
+	$(PY) bench/bench_gated_fusion.py
+	$(PY) bench/bench_block_sparse_pipeline.py
 
 tables: build
 	$(PY) bench/tables.py

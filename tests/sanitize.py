@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dsa_ext
 from dsa_ext import reference
-from dsa_ext.testing.block_inputs import make_block_inputs
+from dsa_ext.testing.block_inputs import make_block_inputs, make_heads
 from dsa_ext.testing.inputs import (
     INT32_MAX,
     INT32_MIN,
@@ -52,7 +52,11 @@ INDEXER = ((1, 1, 1), (5, 200, 300), (130, 300, 64), (3, 9000, 500))
 
 # (B, H, Mq, Mkv): no block, rows of one warp, of two, of many.
 BLOCK_SPARSE = ((1, 1, 1), (300, 500, 5), (64, 4000, 63))  # queries, keys, slots
+COARSE = ((1, 1), (300, 150), (9000, 100))  # queries, keys
 BLOCK_SELECT = ((1, 1, 2, 0), (1, 2, 3, 364), (2, 1, 2, 700), (1, 1, 2, 16384))
+
+# (H, N): one row, a part of a CTA's, several CTAs.
+GATED_FUSION = ((1, 1), (3, 7), (3, 50))
 
 # (S, S_kv, K): one slot, several tiles, several queries a CTA.
 INDEXER_TRAINING = ((1, 1, 1), (5, 200, 300), (300, 500, 129))
@@ -162,6 +166,29 @@ def block_sparse_attn(n_q: int, n_kv: int, slots: int) -> None:
         check_gradients(*(tuple(side) for side in zip(*pairs, strict=True)))
 
 
+def coarse_attn(n_q: int, n_kv: int) -> None:
+    for dim in (64, 128):
+        heads = make_heads(n_q=n_q, n_kv=n_kv, dim=dim, dtype=torch.bfloat16, device="cuda")
+        args = [strided_copy(t.transpose(1, 2)).transpose(1, 2) for t in heads]
+        out, lse, scores = torch.ops.dsa.coarse_attn_fwd(*args)
+        expected, *sums = reference.coarse_attn_fwd(*(t.double() for t in args))
+        assert similarity_error(out, expected) <= SIMILARITY, similarity_error(out, expected)
+        torch.testing.assert_close([lse.double(), scores.double()], sums, rtol=1e-4, atol=1e-5)
+
+
+def gated_fusion(heads: int, length: int) -> None:
+    for dim, gate_dtype in itertools.product((64, 128), (torch.bfloat16, torch.float32)):
+        rows = torch.randn(3, 2, heads, length, dim, device="cuda").bfloat16()
+        dout, fine, coarse = rows[0], strided_copy(rows[1]), rows[2].transpose(1, 2).contiguous().transpose(1, 2)
+        gate = torch.randn(2, length, heads, device="cuda").to(gate_dtype).mT
+        got = torch.ops.dsa.gated_fusion_fwd(fine, coarse, gate)
+        wide = [t.double() for t in (fine, coarse, gate)]
+        expected = reference.gated_fusion_fwd(*wide)
+        assert similarity_error(got, expected) <= SIMILARITY, similarity_error(got, expected)
+        gradients = torch.ops.dsa.gated_fusion_bwd(dout, fine, coarse, gate)
+        check_gradients(gradients, reference.gated_fusion_bwd(dout.double(), *wide))
+
+
 def check_gradients(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for a, b in zip(got, expected, strict=True):
         # With a single key and query there is nothing over which roundings, three of bf16, would average out.
@@ -176,6 +203,8 @@ def main() -> None:
         (indexer_training, INDEXER_TRAINING),
         (block_select, BLOCK_SELECT),
         (block_sparse_attn, BLOCK_SPARSE),
+        (coarse_attn, COARSE),
+        (gated_fusion, GATED_FUSION),
     )
     for check, cases in checks:
         for case in cases:

@@ -174,6 +174,8 @@ SOURCES = [
     "block_select/launch",
     "block_sparse_attn_fwd/launch",
     "block_sparse_attn_bwd/launch",
+    "coarse_attn_fwd/launch",
+    "gated_fusion/launch",
 ]
 
 
@@ -190,6 +192,10 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     return {
         "sparse_mla_fwd/launch": Kernels(
             "sparse_mla_fwd_kernel", len(fwd.configs), fwd.threads, MLA, ("combine_kernel",)
+        ),
+        # Of columns and of gates; forward and backward.
+        "gated_fusion/launch": Kernels(
+            "gated_fusion_[fb]wd_kernel", 2 * 2 * 2, 256, ("LDG.E.128", "MUFU.EX2", "STG.E.128")
         ),
         # One that adds to sums, and one that stores rows.
         "sparse_mla_bwd/launch": Kernels(
@@ -220,6 +226,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "block_sparse_attn_bwd/launch": Kernels(
             "(query|key)_gradients_kernel", 2 * 2, 384, ("HGMMA", *scoring), ("transpose_kernel",)
         ),
+        "coarse_attn_fwd/launch": Kernels("coarse_attn_fwd_kernel", 2, 512, ("HGMMA", *scoring)),
         # Of columns and of heads; one that adds to sums, and one that stores rows.
         "indexer_bwd/launch": Kernels("indexer_bwd_kernel", 2 * 4 * 2, gradients.threads, MLA, gradients_others),
     }[source]
@@ -277,9 +284,9 @@ def test_kernels_contain_the_instructions_they_claim(host_functions: ModuleType)
 @needs_library
 def test_queries_stay_in_registers() -> None:
     """What all products of a loop over blocks read: ptxas 13.0 gives it away when it thinks nobody looks."""
-    name = re.compile("block_sparse_attn_fwd_kernel|query_gradients_kernel")
+    name = re.compile("block_sparse_attn_fwd_kernel|coarse_attn_fwd_kernel|query_gradients_kernel")
     kernels = [kernel for kernel in machine_code() if name.search(kernel.split("\n", 1)[0])]
-    assert len(kernels) == 2 * 2
+    assert len(kernels) == 3 * 2
     for kernel in kernels:
         lines = kernel.splitlines()
         products = [i for i, line in enumerate(lines) if "HGMMA" in line]

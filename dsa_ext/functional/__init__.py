@@ -1,7 +1,7 @@
 """The public functions: typed and documented fronts of `torch.ops.dsa.*`."""
 
 from dsa_ext import ops as ops  # registers torch.ops.dsa.*
-from dsa_ext.functional.block_sparse import block_select, block_sparse_attn
+from dsa_ext.functional.block_sparse import block_select, block_sparse_attn, coarse_attn, gated_fusion
 from dsa_ext.functional.indexer import (
     indexer_dense_loss,
     indexer_logits,
@@ -16,6 +16,8 @@ __all__ = [
     "attn_dist",
     "block_select",
     "block_sparse_attn",
+    "coarse_attn",
+    "gated_fusion",
     "indexer_dense_loss",
     "indexer_logits",
     "indexer_loss",

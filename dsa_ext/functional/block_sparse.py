@@ -1,4 +1,4 @@
-"""Attention between blocks of queries and of keys, and the selection of these."""
+"""Attention between blocks of queries and of keys, coarse attention, block selection, and the fusion of branches."""
 
 from typing import Literal, overload
 
@@ -79,6 +79,34 @@ def block_sparse_attn(
     return result if return_lse else result[0]
 
 
+def coarse_attn(q: Tensor, k: Tensor, v: Tensor, *, sm_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Attention to pooled keys, and how much of it each of them gets from a block of 64 queries.
+
+    With keys and values that stand for a block each, this is the coarse half of block-sparse attention: an output of
+    its own, and the weights from which :func:`block_select` takes the blocks that are to be looked at closely::
+
+        p_nt = exp(sm_scale * q_n.k_t) / sum_t exp(sm_scale * q_n.k_t)
+        out_n = sum_t p_nt * v_t,    scores_mt = mean of p_nt over the queries n of block m
+
+    Args:
+        q: queries [B, H, Nq, D], bf16. On the CPU also fp32 and float64. D is 64 or 128.
+        k, v: pooled keys and values [B, Hkv, Nkv, D], like q. Head h of q reads head h // (H / Hkv). Nq and Nkv are
+            any numbers; the last block of queries may be shorter.
+        sm_scale: factor on q.k; D**-0.5 by default.
+
+    Returns:
+        out, like q, its layout included: 0 where there are no keys; and scores [B, H, ceil(Nq / 64), Nkv], fp32
+        (float64 for float64 inputs). Only out is differentiable, with respect to q, k and v (once). Both are bitwise
+        repeatable.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when a GPU has no kernel.
+    """
+    out, _, scores = torch.ops.dsa.coarse_attn_fwd.default(q, k, v, sm_scale)
+    return out, scores
+
+
 def block_select(
     scores: Tensor,
     mode: Literal["gini_tau", "top_tau", "topk"] = "gini_tau",
@@ -139,4 +167,27 @@ def block_select(
     result: tuple[Tensor, Tensor] = torch.ops.dsa.block_select.default(
         scores, topk, tau, min_blocks, min_ratio, max_ratio
     )
+    return result
+
+
+def gated_fusion(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
+    """The sum of two branches, weighted by a gate a head and token: what joins fine and coarse attention.
+
+    ::
+
+        out = s * fine + (1 - s) * coarse,    s = sigmoid(gate)
+
+    Args:
+        fine, coarse: [B, H, N, D], bf16. On the CPU also fp32 and float64. D is 64 or 128.
+        gate: [B, H, N], bf16 or fp32, in any strides; beside float64 also float64.
+
+    Returns:
+        out, like `fine`, its layout included; computed in fp32. It is differentiable with respect to all three (once),
+        bitwise repeatably.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when a GPU has no kernel.
+    """
+    result: Tensor = torch.ops.dsa.gated_fusion_fwd.default(fine, coarse, gate)
     return result

@@ -1,7 +1,18 @@
-"""Modules of DeepSeek Sparse Attention, made of the operators: the lightning indexer and the attention layer."""
+"""Modules made of the operators: the lightning indexer, sparse latent attention, block-sparse attention for video."""
 
+from dsa_ext.nn.block_sparse import BlockKVCache, BlockSizes, BlockSparseAttention
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer
 from dsa_ext.nn.rotary import apply_rope
 from dsa_ext.nn.sparse_mla import Phase, SparseMLA, SparseMLAOutput
 
-__all__ = ["IndexerTensors", "LightningIndexer", "Phase", "SparseMLA", "SparseMLAOutput", "apply_rope"]
+__all__ = [
+    "BlockKVCache",
+    "BlockSizes",
+    "BlockSparseAttention",
+    "IndexerTensors",
+    "LightningIndexer",
+    "Phase",
+    "SparseMLA",
+    "SparseMLAOutput",
+    "apply_rope",
+]

@@ -2,6 +2,8 @@
 
 from dsa_ext.reference.block_select import block_select
 from dsa_ext.reference.block_sparse import block_sparse_attn_bwd, block_sparse_attn_fwd
+from dsa_ext.reference.coarse_attn import coarse_attn_fwd
+from dsa_ext.reference.gated_fusion import gated_fusion_bwd, gated_fusion_fwd
 from dsa_ext.reference.indexer import (
     indexer_logits,
     indexer_logits_bwd,
@@ -18,6 +20,9 @@ __all__ = [
     "block_select",
     "block_sparse_attn_bwd",
     "block_sparse_attn_fwd",
+    "coarse_attn_fwd",
+    "gated_fusion_bwd",
+    "gated_fusion_fwd",
     "indexer_logits",
     "indexer_logits_bwd",
     "indexer_loss",

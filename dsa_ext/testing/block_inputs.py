@@ -1,4 +1,4 @@
-"""Random inputs of block_sparse_attn."""
+"""Random inputs of block_sparse_attn and coarse_attn."""
 
 from dataclasses import dataclass
 
@@ -28,6 +28,23 @@ class BlockInputs:
 
     def leaves(self) -> list[Tensor]:
         return [t.requires_grad_() for t in (self.q, self.k, self.v)]
+
+
+def make_heads(
+    batch: int = B,
+    heads: int = H,
+    kv_heads: int = H_KV,
+    n_q: int = N_Q,
+    n_kv: int = N_KV,
+    dim: int = D,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    device: str = "cpu",
+) -> list[Tensor]:
+    """Queries, keys and values: what dsa_ext.coarse_attn takes."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, heads, n_q, dim), *((batch, kv_heads, n_kv, dim),) * 2
+    return [torch.randn(x, generator=generator, dtype=torch.float64).to(device, dtype) for x in shapes]
 
 
 def make_block_inputs(

@@ -1,4 +1,4 @@
-// The arguments that block_sparse_attn_fwd and its gradients share, and what must hold of them.
+// The arguments that the operators between blocks of queries and of keys share, and what must hold of them.
 #pragma once
 
 #include <optional>
@@ -15,11 +15,19 @@ struct Inputs {
 };
 
 // Everything that needs no device, so that it is tested without one. `op` is the qualified name.
+void check_heads(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> sm_scale);
 void check_inputs(const char* op, const Inputs& inputs);
 
 // What the kernels are told of [batch, heads, positions, columns].
 Heads heads_of(const Tensor& tensor);
+// Without lists.
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> sm_scale,
+                   const Device& device, int device_index);
 Problem problem_of(const Inputs& inputs, const Device& device, int device_index);
+
+// A gradient, which comes in any layout, often expanded from one element: itself where its rows can be copied as those
+// of the arguments are, else a copy.
+Tensor with_aligned_rows(const Tensor& tensor);
 
 // Uninitialised, of the sizes of `tensor`, and in the order in memory that its strides have: dense.
 Tensor empty_heads_like(const Tensor& tensor, int device_index);

@@ -16,15 +16,6 @@ using namespace dsa::block_sparse;
 
 constexpr char kOp[] = "dsa::block_sparse_attn_bwd";
 
-// Gradients come in any layout, often expanded from one element.
-Tensor as_copies_want(const Tensor& tensor) {
-  bool fits = tensor.stride(3) == 1 && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
-  for (int dim = 0; dim < 3; ++dim) {
-    fits &= tensor.size(dim) <= 1 || (tensor.stride(dim) > 0 && tensor.stride(dim) % 8 == 0);
-  }
-  return fits ? tensor : aligned_contiguous(tensor);
-}
-
 std::tuple<Tensor, Tensor, Tensor> block_sparse_attn_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
                                                          Tensor lse, Tensor q2k_index, Tensor q2k_num,
                                                          std::optional<Tensor> kv_block_size,
@@ -50,8 +41,8 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attn_bwd(Tensor dout, Tensor q, 
   if (q.numel() == 0 || k.numel() == 0) {
     return {torch::stable::zero_(dq), torch::stable::zero_(dk), torch::stable::zero_(dv)};
   }
-  dout = as_copies_want(dout);
-  out = as_copies_want(out);
+  dout = with_aligned_rows(dout);
+  out = with_aligned_rows(out);
   lse = aligned_contiguous(lse);
   if (dlse) dlse = aligned_contiguous(*dlse);
 

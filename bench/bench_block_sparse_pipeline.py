@@ -1,0 +1,159 @@
+"""Times block-sparse attention from q, k and v to its fused output, stage by stage; writes its results file and plot.
+
+12 heads of 128 columns, bf16, as dsa_ext.nn.BlockSparseAttention has them behind its projections, [B, N, H, D] in
+memory. prefill is attention among all tokens. decode brings 64 tokens to a cache, which appends them, and lets them
+attend to everything in it. `whole` is all stages one after another, `graph` the same as one CUDA graph. The last block
+of queries is checked against the references in float64 before anything is timed.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from common import Case, grouped_bars, make_case, measure_all, measure_ms, parse_arguments, peer_figure, pyplot, report
+from torch import Tensor
+
+import dsa_ext
+from dsa_ext import reference
+from dsa_ext.nn import BlockSparseAttention
+from dsa_ext.nn.block_sparse import BLOCK
+from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
+
+OP = "block_sparse_pipeline"
+HEADS, COLUMNS, TOKENS = 12, 128, 23296
+STAGES = ("pool", "append", "coarse", "select", "fine", "fusion", "whole", "graph")
+#: Stages of the reference pipeline, by ours.
+PEERS = {"select": ("selection", "map_to_index"), "fine": ("kernel",), "fusion": ("fusion",)}
+PEERS |= dict.fromkeys(("whole", "graph"), ("total",))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One measurement."""
+
+    group: str
+    pipeline: str
+    stage: str
+    queries: int
+    topk: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.pipeline}_{self.stage}"
+
+
+def specs() -> Iterator[Spec]:
+    for pipeline, queries, topk in (("prefill_90", TOKENS, 36), ("decode_90", BLOCK, 36), ("decode_99", BLOCK, 4)):
+        group = f"{queries} tokens to {TOKENS}, {topk} of {TOKENS // BLOCK} blocks"
+        for stage in STAGES:
+            if stage != "append" or queries < TOKENS:
+                yield Spec(group, pipeline, stage, queries, topk)
+
+
+@functools.cache
+def calls(queries: int, topk: int) -> dict[str, Callable[[], object]]:
+    """What to call for each stage, with what the stages before it have made."""
+    torch.manual_seed(1)
+    sizes = {"head_dim": COLUMNS, "mode": "topk", "topk": topk}
+    layer = BlockSparseAttention(64, HEADS, **sizes, device="cuda", dtype=torch.bfloat16)
+    cache = layer.make_cache(1, TOKENS)
+
+    def tokens(count: int) -> list[Tensor]:
+        return [torch.randn(1, count, HEADS, COLUMNS, device="cuda").bfloat16().transpose(1, 2) for _ in "kv"]
+
+    def append() -> None:
+        cache.length = TOKENS - queries
+        cache.append(*new, *new_pooled)
+
+    def whole() -> Tensor:
+        pooled = layer.pool(*new)
+        if queries == TOKENS:
+            return layer.attend(q, *new, *pooled, gate)
+        cache.length = TOKENS - queries
+        cache.append(*new, *pooled)
+        return layer.attend(q, *cache.tokens(), *cache.blocks(), gate)
+
+    if queries < TOKENS:
+        old = tokens(TOKENS - queries)
+        cache.append(*old, *layer.pool(*old))
+    q, new, gate = tokens(queries)[0], tokens(queries), torch.randn(1, queries, HEADS, device="cuda").bfloat16().mT
+    new_pooled = layer.pool(*new)
+    append()
+    kv, pooled = (cache.tokens(), cache.blocks()) if queries < TOKENS else (new, new_pooled)
+    coarse, scores = dsa_ext.coarse_attn(q, *pooled)
+    lists = layer.select(scores)
+    fine = dsa_ext.block_sparse_attn(q, *kv, *lists)
+    check(whole(), q, kv, pooled, lists, gate)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        whole()
+    return {
+        "pool": lambda: layer.pool(*new),
+        "append": append,
+        "coarse": lambda: dsa_ext.coarse_attn(q, *pooled),
+        "select": lambda: layer.select(scores),
+        "fine": lambda: dsa_ext.block_sparse_attn(q, *kv, *lists),
+        "fusion": lambda: dsa_ext.gated_fusion(fine, coarse, gate),
+        "whole": whole,
+        "graph": graph.replay,
+    }
+
+
+def check(
+    out: Tensor,
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    pooled: tuple[Tensor, Tensor],
+    lists: tuple[Tensor, Tensor],
+    gate: Tensor,
+) -> None:
+    """The last block of queries against the references in float64; both branches and their sum are rounded."""
+    last = slice(-BLOCK, None)
+    q, gate = q[:, :, last].double(), gate[..., last].double()
+    coarse, *_ = reference.coarse_attn_fwd(q, *(t.double() for t in pooled))
+    fine, _ = reference.block_sparse_attn_fwd(q, *(t.double() for t in kv), *(t[:, :, -1:] for t in lists))
+    error = similarity_error(out[:, :, last], reference.gated_fusion_fwd(fine, coarse, gate))
+    assert error <= 2 * SIMILARITY, error
+
+
+def measure(spec: Spec, _times: dict[str, float]) -> Case:
+    peer = None
+    if spec.pipeline == "decode_99" and spec.stage in PEERS:
+        figures = [peer_figure(OP, "decode_64q_23296kv_99pct_us", part) for part in PEERS[spec.stage]]
+        peer = ("reference pipeline", sum(figures) / 1e3)
+    return make_case(
+        spec.name,
+        spec.group,
+        {"B": 1, "H": HEADS, "Nq": spec.queries, "Nkv": TOKENS, "D": COLUMNS, "M": spec.topk},
+        measure_ms(calls(spec.queries, spec.topk)[spec.stage]),
+        peer=peer,
+    )
+
+
+def plot(cases: list[Case], path: Path) -> None:
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(11, 4.2), constrained_layout=True)
+    times = {case["name"]: 1e3 * case["ms"] for case in cases}
+    series = {
+        pipeline: [times.get(f"{pipeline}_{stage}", 0) for stage in STAGES]
+        for pipeline in dict.fromkeys(spec.pipeline for spec in specs())
+    }
+    grouped_bars(axis, STAGES, series)
+    axis.set(title="block-sparse attention behind its projections, by stages", ylabel="µs", yscale="log")
+    axis.legend(loc="upper left")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main() -> None:
+    args = parse_arguments(__doc__)
+    with torch.inference_mode():
+        cases = measure_all(OP, specs(), measure, args.only)
+    report(OP, cases, None if args.only else args.out, plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+// Attention of blocks of 64 queries to all keys, forward, and the means of its probabilities over each block. Three
+// warpgroups compute; a warp copies. An item is three blocks of a head, one for each warpgroup, which all read every
+// tile of keys, or one block, whose tiles go to the three in turn. Tiles come through one ring, in two sweeps: keys,
+// for the sums of the exponentials; then keys and values in turn, for probabilities that need no further scaling.
+// docs/coarse_attn.md has the maths.
+#pragma once
+
+#include <limits>
+
+#include "ops/block_sparse/lists.cuh"
+#include "params.h"
+#include "sm90/math.cuh"
+#include "sm90/matrix_copy.cuh"
+#include "sm90/mbarrier.cuh"
+#include "sm90/mma.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/warpgroup.cuh"
+
+namespace dsa::coarse_attn_fwd {
+
+using namespace dsa::block_sparse;
+using namespace dsa::sm90;
+
+inline constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
+inline constexpr int kMaxSharedBytes = 227 * 1024;
+inline constexpr int kGroupsBarrier = 1 + kGroups;  // of all that compute; 1, 2, 3 are each one's own
+
+template <int kColumns>
+struct SharedStorage {
+  static constexpr int kSlots = 6 * 128 / kColumns;
+
+  alignas(1024) Bf16 tiles[kSlots][kBlock * kColumns];
+  Bf16 queries[kGroups][kBlock * kColumns];
+  union {
+    Bf16 out[kGroups][kBlock * kColumns];
+    float partial_out[kGroups - 1][kBlock * kColumns / kWarpgroupThreads][kWarpgroupThreads];
+  };
+  float2 row_sums[kGroups][kBlock];
+  float column_sums[kGroups][2][kWarpsPerWarpgroup][kBlock];  // of tiles in turn
+  uint64_t full[kSlots], empty[kSlots], queries_full[kGroups], queries_empty[kGroups];
+};
+
+struct Item {
+  int first, head, batch;
+  bool is_shared;  // one block
+
+  __device__ __forceinline__ Item(const Params& p, int index) {
+    const int triples = p.triples * p.heads * p.batch;
+    is_shared = index >= triples;
+    const int here = is_shared ? index - triples : index, each = is_shared ? p.singles() : p.triples;
+    const int row = here / each;
+    first = is_shared ? kGroups * p.triples + here % each : kGroups * (here % each);
+    head = row % p.heads;
+    batch = row / p.heads;
+  }
+  __device__ __forceinline__ int block(int group) const { return is_shared ? first : first + group; }
+  __device__ __forceinline__ bool has_tile(int group, int tile) const { return !is_shared || tile % kGroups == group; }
+};
+
+// By one thread.
+template <int kColumns>
+__device__ __forceinline__ void copy(SharedStorage<kColumns>& shared, const Params& p, const CUtensorMap& q_map,
+                                     const CUtensorMap& k_map, const CUtensorMap& v_map) {
+  Ring<SharedStorage<kColumns>::kSlots> ring;
+  uint32_t queries_parity = 1;
+  for (int index = blockIdx.x; index < p.items(); index += gridDim.x, queries_parity ^= 1) {
+    const Item item(p, index);
+    for (int group = 0; group < kGroups; ++group) {
+      wait(&shared.queries_empty[group], queries_parity);
+      load_block<kColumns>(shared.queries[group], &q_map, item.head, item.block(group) * kBlock, item.batch,
+                           &shared.queries_full[group]);
+    }
+    const int kv_head = item.head / (p.heads / p.kv_heads);
+    const auto send = [&](const CUtensorMap& map, int tile) {
+      wait(&shared.empty[ring.slot], ring.parity ^ 1);
+      load_block<kColumns>(shared.tiles[ring.slot], &map, kv_head, tile * kBlock, item.batch, &shared.full[ring.slot]);
+      ring.advance();
+    };
+    for (int tile = 0; tile < p.kv_blocks; ++tile) send(k_map, tile);
+    for (int tile = 0; tile < p.kv_blocks; ++tile) send(k_map, tile), send(v_map, tile);
+  }
+}
+
+// Exponentials of a row, in units of log 2, relative to the largest so far.
+struct RowSum {
+  float offset = std::numeric_limits<float>::lowest(), sum = 0.f;
+
+  __device__ __forceinline__ void move_offset(float next) {
+    sum *= exp2_fast(offset - next);
+    offset = next;
+  }
+  __device__ __forceinline__ void add(RowSum other) {
+    const float next = fmaxf(offset, other.offset);
+    move_offset(next);
+    other.move_offset(next);
+    sum += other.sum;
+  }
+  __device__ __forceinline__ void add_lane(int mask) {
+    add({__shfl_xor_sync(~0u, offset, mask), __shfl_xor_sync(~0u, sum, mask)});
+  }
+};
+
+// Adds what the lane across has; each keeps one half of the 2 kHalf columns.
+template <int kHalf>
+__device__ __forceinline__ void add_rows_across(float (&r)[kBlock / 4], int lane) {
+  const bool is_upper = lane & kHalf * 2;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float kept = is_upper ? r[i + kHalf] : r[i], given = is_upper ? r[i] : r[i + kHalf];
+    r[i] = kept + __shfl_xor_sync(~0u, given, kHalf * 2);
+  }
+}
+
+// Sums over a warp's 16 rows of 64 columns, of which a lane has a pair in each eight. It gets those of eight lane / 4.
+__device__ __forceinline__ float2 sum_rows(float (&r)[kBlock / 4], int lane) {
+  add_rows_across<8>(r, lane);
+  add_rows_across<4>(r, lane);
+  add_rows_across<2>(r, lane);
+  return {r[0], r[1]};
+}
+
+// bar.sync of all that compute
+__device__ __forceinline__ void sync_groups() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kGroupsBarrier), "n"(kGroups * kWarpgroupThreads) : "memory");
+}
+
+template <int kColumns>
+__device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const Params& p, const CUtensorMap& out_map,
+                                        int group, int thread) {
+  using namespace cute;
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  ScoreMmaFromRegisters score_mma;
+  RowsMma<kColumns> value_mma;
+  Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kColumns / 16>>{});
+  Tensor r_s = partition_fragment_C(score_mma, Shape<_64, _64>{});
+  Tensor r_p = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, _4>{});
+  Tensor r_out = partition_fragment_C(value_mma, Shape<_64, Int<kColumns>>{});
+  auto& q_pairs = *reinterpret_cast<uint32_t (*)[kColumns / 16][4]>(r_q.data());
+  auto& p_pairs = *reinterpret_cast<uint32_t (*)[kBlock / 4]>(r_p.data());
+
+  Ring<SharedStorage<kColumns>::kSlots> ring;
+  const auto wait_full = [&] { wait(&shared.full[ring.slot], ring.parity); };
+  const auto release = [&] {
+    if (lane == 0) arrive(&shared.empty[ring.slot]);
+    ring.advance();
+  };
+  // Scores of the tile that has come, which is given back.
+  const auto score = [&](int tile) {
+    const auto r_k = score_mma.get_slice(thread).partition_fragment_B(
+        make_tensor(make_smem_ptr(shared.tiles[ring.slot]), RowsByColumns<kColumns>{}));
+    warpgroup_fence_operand(r_s);
+    warpgroup_arrive();
+    score_mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+    for (int i = 0; i < size<2>(r_q); ++i) {
+      gemm(score_mma, r_q(_, _, i), r_k(_, _, i), r_s);
+      score_mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(r_s);
+    release();
+    const int keys = p.seq_kv - tile * kBlock;
+    if (keys < kBlock) {
+      const int left = keys - lane % 4 * 2;  // from this lane's first column on
+#pragma unroll
+      for (int i = 0; i < r_s.size(); ++i) {
+        if (i / 4 * 8 + i % 2 >= left) r_s(i) = -INFINITY;
+      }
+    }
+  };
+  const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
+  uint32_t queries_parity = 0;
+  for (int index = blockIdx.x; index < p.items(); index += gridDim.x, queries_parity ^= 1) {
+    const Item item(p, index);
+    wait(&shared.queries_full[group], queries_parity);
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      load_matrices(shared_address(shared.queries[group] + i / 4 * kChunkElements) +
+                        swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
+                    q_pairs[i]);
+      for (uint32_t& pair : q_pairs[i]) pair ^= flip;
+    }
+    warpgroup_fence_operand(r_q);
+
+    RowSum rows[2];
+    for (int tile = 0; tile < p.kv_blocks; ++tile) {
+      wait_full();
+      if (!item.has_tile(group, tile)) {
+        release();
+        continue;
+      }
+      score(tile);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float best = -INFINITY, sum = 0.f;
+#pragma unroll
+        for (int i = 2 * r; i < r_s.size(); i += 4) best = fmaxf(best, fmaxf(r_s(i), r_s(i + 1)));
+        rows[r].move_offset(fmaxf(rows[r].offset, best * p.scale_log2));
+#pragma unroll
+        for (int i = 2 * r; i < r_s.size(); i += 4) {
+          sum += exp2_fast(fmaf(r_s(i), p.scale_log2, -rows[r].offset)) +
+                 exp2_fast(fmaf(r_s(i + 1), p.scale_log2, -rows[r].offset));
+        }
+        rows[r].sum += sum;
+      }
+    }
+    // Not before a product has waited for them: ptxas lets an arrival pass before loads have come.
+    if (lane == 0) arrive(&shared.queries_empty[group]);
+
+    const int first_row = warp * 16 + lane / 4, block = item.block(group);
+    for (RowSum& row : rows) row.add_lane(1), row.add_lane(2);
+    if (thread == 0) tma_store_wait_read();  // long done: of the last item
+    if (item.is_shared) {
+      if (lane % 4 == 0) {
+        for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = {rows[r].offset, rows[r].sum};
+      }
+      sync_groups();
+      for (int r = 0; r < 2; ++r) {
+        rows[r] = {};
+        for (const auto& sums : shared.row_sums) {
+          const float2 part = sums[first_row + 8 * r];
+          rows[r].add({part.x, part.y});
+        }
+      }
+    }
+    const int64_t head_row = static_cast<int64_t>(item.batch) * p.heads + item.head;
+    const bool is_writer = !item.is_shared || group == 0;
+    float lse[2];  // in units of log 2; what stands behind the last query has no weight
+    for (int r = 0; r < 2; ++r) {
+      const int query = block * kBlock + first_row + 8 * r;
+      lse[r] = query < p.seq_q ? rows[r].offset + log2_fast(rows[r].sum) : INFINITY;
+      if (is_writer && lane % 4 == 0 && query < p.seq_q) p.lse[head_row * p.seq_q + query] = lse[r] * kLn2;
+    }
+
+    const float share = 1.f / min(kBlock, p.seq_q - block * kBlock);
+    float* g_scores = p.scores + (head_row * p.q_blocks + block) * p.seq_kv;
+    clear(r_out);
+    for (int tile = 0; tile < p.kv_blocks; ++tile) {
+      wait_full();
+      if (!item.has_tile(group, tile)) {
+        release();
+        wait_full();
+        release();
+        continue;
+      }
+      score(tile);
+      float columns[kBlock / 4];
+#pragma unroll
+      for (int i = 0; i < r_s.size(); ++i) r_s(i) = exp2_fast(fmaf(r_s(i), p.scale_log2, -lse[i / 2 % 2]));
+#pragma unroll
+      for (int i = 0; i < r_s.size(); i += 4) {
+        p_pairs[i / 2] = pack_bf16(r_s(i), r_s(i + 1)), p_pairs[i / 2 + 1] = pack_bf16(r_s(i + 2), r_s(i + 3));
+        columns[i / 2] = r_s(i) + r_s(i + 2), columns[i / 2 + 1] = r_s(i + 1) + r_s(i + 3);
+      }
+
+      wait_full();
+      const auto r_v = value_mma.get_slice(thread).partition_fragment_B(
+          make_tensor(make_smem_ptr(shared.tiles[ring.slot]), ColumnsByRows<kColumns>{}));
+      warpgroup_fence_operand(r_p);
+      warpgroup_fence_operand(r_out);
+      warpgroup_arrive();
+#pragma unroll
+      for (int i = 0; i < size<2>(r_p); ++i) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
+      warpgroup_commit_batch();
+
+      auto& sums = shared.column_sums[group][tile % 2];
+      reinterpret_cast<float2*>(sums[warp])[lane] = sum_rows(columns, lane);
+      sync_warpgroup(1 + group);
+      if (const int key = tile * kBlock + thread; thread < kBlock && key < p.seq_kv) {
+        g_scores[key] = ((sums[0][thread] + sums[1][thread]) + (sums[2][thread] + sums[3][thread])) * share;
+      }
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(r_out);
+      release();
+    }
+
+    if (item.is_shared) {
+      if (group > 0) {
+        for (int i = 0; i < r_out.size(); ++i) shared.partial_out[group - 1][i][thread] = r_out(i);
+      }
+      sync_groups();
+      if (group > 0) continue;
+#pragma unroll
+      for (int i = 0; i < r_out.size(); ++i) {
+        for (const auto& part : shared.partial_out) r_out(i) += part[i][thread];
+      }
+      sync_warpgroup(1);
+    }
+    // The last item's copy has been waited for; its place, or that of the parts, is now free.
+    Bf16* s_out = shared.out[group];
+    store_accumulators<kColumns>(shared_address(s_out), r_out, thread);
+    fence_async_proxy();
+    sync_warpgroup(1 + group);
+    if (thread == 0) {
+#pragma unroll
+      for (int chunk = 0; chunk < kColumns / kChunkColumns; ++chunk) {
+        tma_store(&out_map, s_out + chunk * kChunkElements,
+                  {chunk * kChunkColumns, item.head, 0, block * kBlock, item.batch});
+      }
+      tma_store_commit();
+    }
+  }
+  if (thread == 0) tma_store_wait_read();
+}
+
+template <int kColumns>
+__global__ void __launch_bounds__(kThreads, 1)
+    coarse_attn_fwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
+                           const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+                           const __grid_constant__ CUtensorMap out_map) {
+  extern __shared__ __align__(1024) char shared_bytes[];
+  auto& shared = *reinterpret_cast<SharedStorage<kColumns>*>(shared_bytes);
+  const int thread = threadIdx.x % kWarpgroupThreads;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < SharedStorage<kColumns>::kSlots; ++i) {
+      barrier_init(&shared.full[i], 1);
+      barrier_init(&shared.empty[i], kGroups * kWarpsPerWarpgroup);
+    }
+    for (int i = 0; i < kGroups; ++i) {
+      barrier_init(&shared.queries_full[i], 1);
+      barrier_init(&shared.queries_empty[i], kWarpsPerWarpgroup);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (warpgroup < kGroups) {
+    set_registers<kComputeRegisters, kStartRegisters>();
+    compute<kColumns>(shared, p, out_map, warpgroup, thread);
+  } else {
+    set_registers<kCopyRegisters, kStartRegisters>();
+    if (thread == 0) copy<kColumns>(shared, p, q_map, k_map, v_map);
+  }
+}
+
+}  // namespace dsa::coarse_attn_fwd

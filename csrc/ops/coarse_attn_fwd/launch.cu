@@ -1,0 +1,32 @@
+// Chooses the instance and launches.
+#include <algorithm>
+
+#include "kernel.cuh"
+#include "ops/block_sparse/tensor_maps.h"
+#include "params.h"
+#include "sm90/launch.h"
+
+namespace dsa::coarse_attn_fwd {
+namespace {
+
+template <int kColumns>
+const char* launch_columns(const Params& p, cudaStream_t stream) {
+  CUtensorMap q_map, k_map, v_map, out_map;
+  if (!encode_blocks(&q_map, p.q, p, p.heads, p.seq_q)) return "no tensor map for q";
+  if (!encode_blocks(&k_map, p.k, p, p.kv_heads, p.seq_kv)) return "no tensor map for k";
+  if (!encode_blocks(&v_map, p.v, p, p.kv_heads, p.seq_kv)) return "no tensor map for v";
+  if (!encode_blocks(&out_map, p.out, p, p.heads, p.seq_q)) return "no tensor map for out";
+  constexpr int kBytes = sizeof(SharedStorage<kColumns>);
+  static_assert(kBytes <= kMaxSharedBytes);
+  return launch_kernel<coarse_attn_fwd_kernel<kColumns>>(p.device, unsigned(std::min(p.items(), p.num_sms)), kThreads,
+                                                         kBytes, stream, p, q_map, k_map, v_map, out_map);
+}
+
+}  // namespace
+
+const char* launch(const Params& params, void* stream) {
+  const auto s = static_cast<cudaStream_t>(stream);
+  return params.columns == 128 ? launch_columns<128>(params, s) : launch_columns<64>(params, s);
+}
+
+}  // namespace dsa::coarse_attn_fwd

@@ -1,0 +1,39 @@
+"""torch.ops.dsa.gated_fusion_bwd: the gradients of gated_fusion_fwd. Schema, checks, CPU and fake implementation."""
+
+import torch
+from torch import Tensor
+
+from dsa_ext import reference
+from dsa_ext.ops._checks import check_same_device, check_tensor
+from dsa_ext.ops._gated_fusion import check_inputs
+from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
+
+_OP = "gated_fusion_bwd"
+library.define(
+    "gated_fusion_bwd(Tensor dout, Tensor fine, Tensor coarse, Tensor gate) -> "
+    "(Tensor dfine, Tensor dcoarse, Tensor dgate)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+explain_missing_cuda(_OP)
+
+
+def _check(dout: Tensor, fine: Tensor, coarse: Tensor, gate: Tensor) -> None:
+    check_inputs(_OP, fine, coarse, gate)
+    batch, heads, length, dim = fine.shape
+    check_tensor(_OP, "dout", dout, fine.dtype, B=batch, H=heads, N=length, D=dim)
+    check_same_device(_OP, "fine", fine, dout=dout)
+
+
+def _cpu(dout: Tensor, fine: Tensor, coarse: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    _check(dout, fine, coarse, gate)
+    return reference.gated_fusion_bwd(dout, fine, coarse, gate)
+
+
+def _fake(dout: Tensor, fine: Tensor, coarse: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    _check(dout, fine, coarse, gate)
+    return torch.empty_like(fine), torch.empty_like(coarse), torch.empty_like(gate)
+
+
+library.impl(_OP, _cpu, "CPU")
+without_gradient(_OP)
+torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
