@@ -32,18 +32,18 @@ struct SharedStorage {
 
   alignas(1024) Bf16 tiles[kSlots][kBlock * kColumns];
   Bf16 queries[kGroups][kBlock * kColumns];
-  union {
+  union {  // on their way: to global memory, and, of a shared item, to the first warpgroup
     Bf16 out[kGroups][kBlock * kColumns];
     float partial_out[kGroups - 1][kBlock * kColumns / kWarpgroupThreads][kWarpgroupThreads];
   };
-  float2 row_sums[kGroups][kBlock];
+  float2 row_sums[kGroups][kBlock];                           // of a shared item: offset and sum
   float column_sums[kGroups][2][kWarpsPerWarpgroup][kBlock];  // of tiles in turn
   uint64_t full[kSlots], empty[kSlots], queries_full[kGroups], queries_empty[kGroups];
 };
 
 struct Item {
   int first, head, batch;
-  bool is_shared;  // one block
+  bool is_shared;  // one block, whose tiles of keys are shared out
 
   __device__ __forceinline__ Item(const Params& p, int index) {
     const int triples = p.triples * p.heads * p.batch;
