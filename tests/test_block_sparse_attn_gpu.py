@@ -51,7 +51,7 @@ def check(x: BlockInputs, sm_scale: float | None = None, sizes: bool = True) -> 
         {"n_q": 64, "n_kv": 4000, "slots": 63, "heads": 12, "kv_heads": 12},  # lists are cut
         {"n_q": 64, "n_kv": 30000, "slots": 460, "heads": 1, "kv_heads": 1},
         {"n_q": 700, "n_kv": 1000, "slots": 9, "heads": 3, "kv_heads": 1},
-        {"n_q": 5000, "n_kv": 5000, "slots": 40, "batch": 2},  # two rounds are cut
+        {"n_q": 5000, "n_kv": 5000, "slots": 40, "batch": 2},  # lists for each CTA, and parts of some
         {"n_q": 6400, "n_kv": 6400, "slots": 20, "heads": 4, "kv_heads": 4},  # a small rest is cut
         {"n_q": 2048, "n_kv": 9000, "slots": 8, "heads": 12, "kv_heads": 3},
         {"n_q": 6300, "n_kv": 300, "slots": 1, "heads": 8, "kv_heads": 1},

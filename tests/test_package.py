@@ -301,20 +301,23 @@ def test_queries_stay_in_registers() -> None:
 
 @given(items=st.integers(1, 5000), slots=st.integers(1, 5000), num_sms=st.integers(1, 140))
 def test_pieces(host_functions: ModuleType, items: int, slots: int, num_sms: int) -> None:
-    """Every unit of every list once; of a worker's pieces two at most are parts: one begins a list, one does not."""
-    seen: dict[int, list[tuple[int, int]]] = {}
-    for pieces in host_functions.block_sparse_attn_fwd.pieces(items, slots, num_sms):
+    """Every unit of every list once, by one worker or by all of a CTA; of a worker's pieces two at most are parts: one
+    begins a list, one does not."""
+    seen: dict[int, dict[tuple[int, int], list[int]]] = {}
+    for worker, pieces in enumerate(host_functions.block_sparse_attn_fwd.pieces(items, slots, num_sms)):
         parts = [begin == 0 for _, begin, end, units in pieces if end - begin < units]
         assert len(parts) == len(set(parts))
         for item, begin, end, units in pieces:
-            assert 0 <= begin < end <= units <= max(1, slots)
-            seen.setdefault(item, []).append((begin, end))
+            assert 0 <= begin < end <= units <= slots
+            seen.setdefault(item, {}).setdefault((begin, end), []).append(worker)
     assert sorted(seen) == list(range(items))
     for item in seen:
         ends = [0]
-        for begin, end in sorted(seen[item]):
+        for (begin, end), workers in sorted(seen[item].items()):
             assert begin == ends[-1]
             ends.append(end)
+            if (begin, end) != (0, units) or len(workers) > 1:
+                assert workers == list(range(workers[0], 3 * num_sms, num_sms))
         assert ends[-1] == units
 
 

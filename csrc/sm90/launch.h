@@ -21,9 +21,11 @@ Function driver_function(const char* name) {
 
 // How many CTAs, in clusters of how many.
 struct Grid {
-  unsigned ctas, cluster;
+  unsigned ctas, cluster = 1;
+  bool starts_early = false;  // while the kernel before runs, for which it then waits (programmatic.cuh)
 
-  constexpr Grid(unsigned ctas, unsigned cluster = 1) : ctas(ctas), cluster(cluster) {}
+  constexpr Grid(unsigned ctas, unsigned cluster = 1, bool starts_early = false)
+      : ctas(ctas), cluster(cluster), starts_early(starts_early) {}
 };
 
 // What a kernel may use without being asked for; more must be the same at each launch.
@@ -49,9 +51,16 @@ const char* launch_kernel(int device, Grid grid, dim3 threads, int shared_bytes,
   static const auto launch = driver_function<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
   if (launch == nullptr) return "the driver has no cuLaunchKernelEx";
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
-  CUlaunchAttribute cluster{};
-  cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-  cluster.value.clusterDim = {grid.cluster, 1, 1};
+  CUlaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (grid.cluster > 1) {
+    attributes[count].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attributes[count++].value.clusterDim = {grid.cluster, 1, 1};
+  }
+  if (grid.starts_early) {
+    attributes[count].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attributes[count++].value.programmaticStreamSerializationAllowed = 1;
+  }
   const CUlaunchConfig config{
       .gridDimX = grid.ctas,
       .gridDimY = 1,
@@ -61,8 +70,8 @@ const char* launch_kernel(int device, Grid grid, dim3 threads, int shared_bytes,
       .blockDimZ = threads.z,
       .sharedMemBytes = static_cast<unsigned>(shared_bytes),
       .hStream = stream,
-      .attrs = &cluster,
-      .numAttrs = grid.cluster > 1,
+      .attrs = attributes,
+      .numAttrs = count,
   };
   const CUresult result = launch(&config, function, pointers, nullptr);
   // The runtime's error codes are the driver's.

@@ -27,11 +27,16 @@ struct List {
   int count;
 };
 
+// By a warp. Ids are on their way to L2 while the count is read: up to 1024 of them, a line each lane.
 __device__ __forceinline__ List listed_blocks(const Problem& p, const Item& item) {
+  const int* g_ids =
+      p.index + item.batch * p.index_stride_b + item.head * p.index_stride_h + item.block * p.index_stride_m;
+  constexpr int kOfLane = 128 / sizeof(int);
+  const int lane = threadIdx.x % sm90::kWarpThreads;
+  if (lane * kOfLane < p.slots) asm volatile("prefetch.global.L2 [%0];" ::"l"(g_ids + lane * kOfLane));
   const int count =
       __ldg(p.num + item.batch * p.num_stride_b + item.head * p.num_stride_h + item.block * p.num_stride_m);
-  return {p.index + item.batch * p.index_stride_b + item.head * p.index_stride_h + item.block * p.index_stride_m,
-          max(0, min(count, p.slots))};
+  return {g_ids, max(0, min(count, p.slots))};
 }
 
 // Keys of a block that may be seen: its first ones. None of a block that does not exist.
@@ -54,18 +59,20 @@ __device__ __forceinline__ void load_block(sm90::Bf16* tile, const CUtensorMap* 
 }
 
 // Zeros from row `first` on, for products over rows: what stands behind the valid ones may be anything, NaN too. By a
-// warpgroup.
+// warpgroup, which then has to meet at a barrier.
 template <int kColumns>
-__device__ __forceinline__ void clear_rows(sm90::Bf16* tile, int first, int barrier, int thread) {
-  constexpr int kPieces = 8;  // of 16 bytes, of a row of a chunk
-  for (int i = first * kPieces + thread; i < kBlock * kPieces; i += sm90::kWarpgroupThreads) {
+__device__ __forceinline__ void clear_rows(sm90::Bf16* tile, int first, int thread) {
+  constexpr int kPieces = 8, kStep = sm90::kWarpgroupThreads / kPieces;  // pieces of 16 bytes, of a row of a chunk
+  char* pieces = reinterpret_cast<char*>(tile) + sm90::swizzled_offset(thread / kPieces, thread % kPieces);
+#pragma unroll
+  for (int row = 0; row < kBlock; row += kStep) {
+    if (row + thread / kPieces < first) continue;
+#pragma unroll
     for (int chunk = 0; chunk < kColumns / sm90::kChunkColumns; ++chunk) {
-      char* rows = reinterpret_cast<char*>(tile + chunk * sm90::kChunkElements);
-      *reinterpret_cast<uint4*>(rows + sm90::swizzled_offset(i / kPieces, i % kPieces)) = {};
+      *reinterpret_cast<uint4*>(pieces + chunk * sm90::kChunkBytes + row * sm90::kSwizzleRowBytes) = {};
     }
   }
   sm90::fence_async_proxy();
-  sm90::sync_warpgroup(barrier);
 }
 
 }  // namespace dsa::block_sparse

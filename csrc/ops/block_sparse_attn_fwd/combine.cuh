@@ -5,65 +5,64 @@
 #include "params.h"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
+#include "sm90/programmatic.cuh"
 
 namespace dsa::block_sparse_attn_fwd {
 
 using namespace dsa::block_sparse;
 
-inline constexpr int kCombineRows = 4;  // of a CTA, a warp each
-inline constexpr int kCombineThreads = kCombineRows * sm90::kWarpThreads;
+inline constexpr int kCombineWarps = 8;  // they share the parts of a row
+inline constexpr int kCombineThreads = kCombineWarps * sm90::kWarpThreads;
 
+// A CTA for each row.
 template <int kColumns>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Params p) {
   constexpr int kOfLane = kColumns / sm90::kWarpThreads;
-  using Part = std::conditional_t<kOfLane == 4, float4, float2>;
-  const int lane = threadIdx.x % sm90::kWarpThreads;
-  const int cut_row = blockIdx.x * kCombineRows + threadIdx.x / sm90::kWarpThreads;
-  const int cut_item = cut_row / kBlock, row = cut_row % kBlock;
+  using Columns = std::conditional_t<kOfLane == 4, float4, float2>;
+  __shared__ float outs[kCombineWarps][kColumns], tops[kCombineWarps], sums[kCombineWarps];
+  const int lane = threadIdx.x % sm90::kWarpThreads, warp = threadIdx.x / sm90::kWarpThreads;
+  const int cut_item = blockIdx.x / kBlock, row = blockIdx.x % kBlock;
   const Item item(p.plan.whole + cut_item, p.q_blocks, p.heads);
   const int query = item.block * kBlock + row;
-  if (query >= p.seq_q) return;
-
-  // Workers that have units of the item are neighbours, between which others may have none.
-  const int begin = cut_item * p.plan.units, end = begin + p.plan.units;
-  int worker = cut_item * p.plan.workers / p.plan.cut;
-  while (first_unit(p.plan, worker + 1) <= begin) ++worker;
-  if (first_unit(p.plan, worker) <= begin && first_unit(p.plan, worker + 1) >= end) return;  // it was not cut
+  const int first_team = team_of_unit(p.plan, cut_item * p.plan.units);
+  const int parts = team_of_unit(p.plan, (cut_item + 1) * p.plan.units - 1) - first_team + 1;
+  sm90::wait_for_kernel_before();
+  if (query >= p.seq_q || parts == 1) return;
 
   float top = -INFINITY, sum = 0.f, out[kOfLane] = {};
-  for (; worker < p.plan.workers && first_unit(p.plan, worker) < end; worker += sm90::kWarpThreads) {
-    const int first = max(first_unit(p.plan, worker + lane), begin);
-    const bool has_part = worker + lane < p.plan.workers && first < min(first_unit(p.plan, worker + lane + 1), end);
-    const int part_row = partial_slot(worker + lane, first - begin) * kBlock + row;
-    const float lse = has_part ? p.partial_lse[part_row] : -INFINITY;
-    float next = fmaxf(top, lse);
-#pragma unroll
-    for (int step = 1; step < sm90::kWarpThreads; step *= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, step));
-    const float base = next == -INFINITY ? 0.f : next, kept = sm90::exp2_fast(top - base);
-    const float weight = sm90::exp2_fast(lse - base);
+#pragma unroll 4
+  for (int part = warp; part < parts; part += kCombineWarps) {
+    const int from = partial_slot(first_team + part, part == 0) * kBlock + row;
+    const float* g_columns = p.partial_out + static_cast<int64_t>(from) * kColumns + lane * kOfLane;
+    const float lse = __ldcg(p.partial_lse + from);
+    const Columns columns = __ldcg(reinterpret_cast<const Columns*>(g_columns));
+    const float next = fmaxf(top, lse), base = next == -INFINITY ? 0.f : next;
+    const float kept = sm90::exp2_fast(top - base), weight = sm90::exp2_fast(lse - base);
     top = next, sum = sum * kept + weight;
 #pragma unroll
-    for (float& x : out) x *= kept;
-#pragma unroll 4
-    for (int i = 0; i < sm90::kWarpThreads; ++i) {
-      const float weight_of_part = __shfl_sync(~0u, weight, i);
-      const int from = __shfl_sync(~0u, part_row, i);
-      if (weight_of_part == 0.f) continue;
-      const Part part =
-          *reinterpret_cast<const Part*>(p.partial_out + static_cast<int64_t>(from) * kColumns + lane * kOfLane);
-#pragma unroll
-      for (int j = 0; j < kOfLane; ++j) out[j] += weight_of_part * reinterpret_cast<const float*>(&part)[j];
-    }
+    for (int j = 0; j < kOfLane; ++j) out[j] = out[j] * kept + weight * reinterpret_cast<const float*>(&columns)[j];
   }
 #pragma unroll
-  for (int step = 1; step < sm90::kWarpThreads; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  const float scale = sum == 0.f ? 0.f : 1.f / sum;
-  uint32_t* g_row = static_cast<uint32_t*>(p.out.data) + p.out.offset(item.batch, item.head, query) / 2;
+  for (int j = 0; j < kOfLane; ++j) outs[warp][lane * kOfLane + j] = out[j];
+  if (lane == 0) tops[warp] = top, sums[warp] = sum;
+  __syncthreads();
+
+  const int column = threadIdx.x;
+  if (column >= kColumns) return;
+  for (float of_warp : tops) top = fmaxf(top, of_warp);
+  const float base = top == -INFINITY ? 0.f : top;
+  float total = 0.f, total_sum = 0.f;
 #pragma unroll
-  for (int j = 0; j < kOfLane; j += 2) {
-    g_row[(lane * kOfLane + j) / 2] = sm90::pack_bf16(out[j] * scale, out[j + 1] * scale);
+  for (int i = 0; i < kCombineWarps; ++i) {
+    const float weight = sm90::exp2_fast(tops[i] - base);
+    total += weight * outs[i][column], total_sum += weight * sums[i];
   }
-  if (lane == 0) p.lse[item.row(p) + query] = sum == 0.f ? -INFINITY : (top + sm90::log2_fast(sum)) * sm90::kLn2;
+  const bool is_empty = total_sum == 0.f;
+  static_cast<sm90::Bf16*>(p.out.data)[p.out.offset(item.batch, item.head, query) + column] =
+      sm90::Bf16(is_empty ? 0.f : total / total_sum);
+  if (column == 0) {
+    p.lse[item.row(p) + query] = is_empty ? -INFINITY : (top + sm90::log2_fast(total_sum)) * sm90::kLn2;
+  }
 }
 
 }  // namespace dsa::block_sparse_attn_fwd

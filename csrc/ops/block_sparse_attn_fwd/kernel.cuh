@@ -1,7 +1,8 @@
 // Block-sparse attention, forward. Three warpgroups compute, each with query blocks and a ring of slots of its own, so
 // that while one waits the others keep the tensor cores busy; three warps copy, one for each of them. Through a ring go
-// the queries of a piece of work, then keys and values of each listed block in turn, then a mark without data.
-// docs/block_sparse_attn.md has the maths.
+// the queries of a piece of work, then keys and values of each listed block in turn, then a mark without data. The
+// lists of the last round are shared by the three, which then join their results. docs/block_sparse_attn.md has the
+// maths.
 #pragma once
 
 #include "ops/block_sparse/lists.cuh"
@@ -10,8 +11,10 @@
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/mma.cuh"
+#include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
+#include "softmax.cuh"
 
 namespace dsa::block_sparse_attn_fwd {
 
@@ -30,16 +33,40 @@ struct Stream {
   int keys[kSlots];                          // valid ones of the block; 0 at a mark
   int items[kSlots], partial_slots[kSlots];  // at a mark: which query block's piece ends, and where its result goes
   uint64_t full[kSlots], empty[kSlots];
+  float offsets[kBlock], sums[kBlock];  // of its part of a list that is shared
 };
 
 template <int kColumns>
 struct SharedStorage {
   Stream<kColumns> streams[kStreams];
+  float4 joined[kColumns / 8][kWarpgroupThreads];  // accumulators of a shared list, as a thread has them
+};
+
+// The blocks that a stream takes of a piece, up to 32 at a time: one of each lane.
+struct ListedKeys {
+  Item item;
+  const int* g_ids;
+  int first, end;
+  int id, valid;  // of this lane; no valid keys where there is no block
+
+  __device__ __forceinline__ ListedKeys(const Params& p, const Piece& piece, int stream, int lane)
+      : item(piece.item, p.q_blocks, p.heads) {
+    const List list = listed_blocks(p, item);
+    g_ids = list.g_ids, first = list.count * piece.begin / p.plan.units, end = list.count * piece.end / p.plan.units;
+    if (piece.item >= p.plan.whole) {
+      const int count = end - first;
+      end = first + count * (stream + 1) / kStreams, first += count * stream / kStreams;
+    }
+    read(p, lane);
+  }
+  __device__ __forceinline__ void read(const Params& p, int lane) {
+    id = first + lane < end ? __ldg(g_ids + first + lane) : -1, valid = valid_keys(p, id);
+  }
 };
 
 template <int kColumns>
 __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, const CUtensorMap& q_map,
-                                     const CUtensorMap& k_map, const CUtensorMap& v_map, int worker, int lane) {
+                                     const CUtensorMap& k_map, const CUtensorMap& v_map, int stream, int lane) {
   Ring<Stream<kColumns>::kSlots> ring;
   const auto next_slot = [&] { wait(&shared.empty[ring.slot], ring.parity ^ 1); };
   const auto send = [&](const CUtensorMap& map, int keys, int head, int position, int batch) {
@@ -60,23 +87,32 @@ __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, 
     __syncwarp();
     ring.advance();
   };
-  Pieces pieces(p.plan, worker);
-  for (Piece piece; pieces.next(piece);) {
-    const Item item(piece.item, p.q_blocks, p.heads);
+  const int team = blockIdx.x;
+  Pieces pieces(p.plan, team + stream * gridDim.x);
+  Piece piece{};  // where there is none, the first one's list is read for nothing
+  bool has_piece = pieces.next(piece);
+  ListedKeys keys(p, piece, stream, lane);
+  while (has_piece) {
+    const Item& item = keys.item;
     const int kv_head = item.head / (p.heads / p.kv_heads);
     send(q_map, kBlock, item.head, item.block * kBlock, item.batch);
-    const List list = listed_blocks(p, item);
-    const int end = list.count * piece.end / p.plan.units;
-    for (int first = list.count * piece.begin / p.plan.units; first < end; first += kWarpThreads) {
-      const int id = first + lane < end ? __ldg(list.g_ids + first + lane) : -1, keys = valid_keys(p, id);
-      for (unsigned left = __ballot_sync(~0u, keys > 0); left != 0; left &= left - 1) {
+    for (;;) {
+      for (unsigned left = __ballot_sync(~0u, keys.valid > 0); left != 0; left &= left - 1) {
         const int from = __ffs(left) - 1;
-        const int position = __shfl_sync(~0u, id, from) * kBlock, valid = __shfl_sync(~0u, keys, from);
+        const int position = __shfl_sync(~0u, keys.id, from) * kBlock, valid = __shfl_sync(~0u, keys.valid, from);
         send(k_map, valid, kv_head, position, item.batch);
         send(v_map, valid, kv_head, position, item.batch);
       }
+      keys.first += kWarpThreads;
+      if (keys.first >= keys.end) break;
+      keys.read(p, lane);
     }
-    mark(piece.item, piece.end - piece.begin < p.plan.units ? partial_slot(worker, piece.begin) : -1);
+    const int ended = piece.item;
+    const int slot = piece.end - piece.begin < p.plan.units ? partial_slot(team, piece.begin == 0) : -1;
+    // Before the mark, so that what is in the ring hides how long it takes.
+    has_piece = pieces.next(piece);
+    if (has_piece) keys = ListedKeys(p, piece, stream, lane);
+    mark(ended, slot);
   }
   mark(-1, -1);
 }
@@ -96,89 +132,65 @@ __device__ __forceinline__ void use_operand(const Fragment& r) {
       "}\n" ::"r"(mixed));
 }
 
-// barrier.red.or: bar.sync, and whether `predicate` holds in any thread of the warpgroup
-__device__ __forceinline__ bool any_of_warpgroup(int barrier, bool predicate) {
-  int any;
-  asm volatile(
-      "{\n"
-      ".reg .pred in, out;\n"
-      "setp.ne.s32 in, %1, 0;\n"
-      "barrier.cta.red.or.pred out, %2, %3, in;\n"
-      "selp.s32 %0, 1, 0, out;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(static_cast<int>(predicate)), "r"(barrier), "n"(kWarpgroupThreads)
-      : "memory");
-  return any;
+// bar.sync and bar.arrive among some threads of the CTA
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-
-// Two rows of a lane. Scores, in units of log 2, are taken relative to an offset, which is the maximum of the first
-// block that is seen, and follows only when a sum grows beyond 2^40. Until then fp32 and bf16 bear it as well as
-// if it were the maximum.
-struct Softmax {
-  float offset[2] = {}, sum[2] = {};  // `sum` is of the lane's columns
-  bool is_first = true;
-
-  // The output follows.
-  template <class Scores, class Out>
-  __device__ __forceinline__ void move_offset(const Scores& r_s, Out& r_out, float scale_log2) {
-    float best[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int i = 0; i < r_s.size(); ++i) best[i / 2 % 2] = fmaxf(best[i / 2 % 2], r_s(i));
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 1));
-      best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 2)) * scale_log2;
-      const float next = best[r] == -INFINITY ? offset[r] : is_first ? best[r] : fmaxf(offset[r], best[r]);
-      const float factor = exp2_fast(offset[r] - next);
-      offset[r] = next;
-      if (is_first) continue;
-      sum[r] *= factor;
-#pragma unroll
-      for (int i = 2 * r; i < r_out.size(); i += 4) r_out(i) *= factor, r_out(i + 1) *= factor;
-    }
-    is_first = false;
-  }
-
-  // Scores to probabilities, as operands. False where they grow too large; then nothing is added.
-  template <class Scores>
-  __device__ __forceinline__ bool add(const Scores& r_s, uint32_t* pairs, float scale_log2, int barrier) {
-    constexpr float kLimit = 0x1p40f;
-    float part[2] = {};
-#pragma unroll
-    for (int i = 0; i < r_s.size(); i += 2) {
-      const int r = i / 2 % 2;
-      const float low = exp2_fast(fmaf(r_s(i), scale_log2, -offset[r]));
-      const float high = exp2_fast(fmaf(r_s(i + 1), scale_log2, -offset[r]));
-      part[r] += low + high;
-      pairs[i / 2] = pack_bf16(low, high);
-    }
-    if (any_of_warpgroup(barrier, part[0] > kLimit || part[1] > kLimit)) return false;
-    sum[0] += part[0], sum[1] += part[1];
-    return true;
-  }
-
-  // Over all columns, once all are through.
-  __device__ __forceinline__ void finish() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-      sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
-    }
-  }
-  __device__ __forceinline__ float share(int r) const { return sum[r] == 0.f ? 0.f : 1.f / sum[r]; }
-  __device__ __forceinline__ float lse_log2(int r) const {
-    return sum[r] == 0.f ? -INFINITY : offset[r] + log2_fast(sum[r]);
-  }
-};
+__device__ __forceinline__ void arrive_threads(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 // Of this warpgroup; not from a register that would be held for it.
 __device__ __forceinline__ int own_barrier() {
   return 1 + recomputed(static_cast<int>(threadIdx.x)) / kWarpgroupThreads;
 }
 
+// Joins what the streams of the CTA have of one query block, in a fixed order; true for the stream that then has it.
+template <int kColumns, class Out>
+__device__ __forceinline__ bool join_team(SharedStorage<kColumns>& shared, Softmax& softmax, Out& r_out, int stream,
+                                          int thread) {
+  constexpr int kJoinBarrier = kStreams + 1;  // and those behind it, between neighbours
+  const int lane = thread % kWarpThreads, first_row = thread / kWarpThreads * 16 + lane / 4;
+  if (lane % 4 == 0) {
+    for (int r = 0; r < 2; ++r) {
+      shared.streams[stream].offsets[first_row + r * 8] = softmax.sum[r] == 0.f ? -INFINITY : softmax.offset[r];
+      shared.streams[stream].sums[first_row + r * 8] = softmax.sum[r];
+    }
+  }
+  sync_threads(kJoinBarrier, kStreams * kWarpgroupThreads);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + r * 8;
+    float top = -INFINITY, sum = 0.f;
+    for (const auto& of : shared.streams) top = fmaxf(top, of.offsets[row]);
+    const float base = top == -INFINITY ? 0.f : top;
+    for (const auto& of : shared.streams) sum += of.sums[row] * exp2_fast(of.offsets[row] - base);
+    const float factor = exp2_fast(shared.streams[stream].offsets[row] - base);
+    softmax.offset[r] = base, softmax.sum[r] = sum;
+#pragma unroll
+    for (int i = 2 * r; i < r_out.size(); i += 4) r_out(i) *= factor, r_out(i + 1) *= factor;
+  }
+  sync_threads(kJoinBarrier, kStreams * kWarpgroupThreads);  // all have read what the next list will overwrite
+  if (stream + 1 < kStreams) {
+    sync_threads(kJoinBarrier + 1 + stream, 2 * kWarpgroupThreads);
+#pragma unroll
+    for (int i = 0; i < r_out.size(); i += 4) {
+      const float4 other = shared.joined[i / 4][thread];
+      r_out(i) += other.x, r_out(i + 1) += other.y, r_out(i + 2) += other.z, r_out(i + 3) += other.w;
+    }
+  }
+  if (stream == 0) return true;
+#pragma unroll
+  for (int i = 0; i < r_out.size(); i += 4) {
+    shared.joined[i / 4][thread] = {r_out(i), r_out(i + 1), r_out(i + 2), r_out(i + 3)};
+  }
+  arrive_threads(kJoinBarrier + stream, 2 * kWarpgroupThreads);
+  return false;
+}
+
 template <int kColumns>
-__device__ __forceinline__ void compute(Stream<kColumns>& shared, const Params& p, int thread) {
+__device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<kColumns>& team, const Params& p,
+                                        int thread) {
   using namespace cute;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   ScoreMmaFromRegisters score_mma;
@@ -234,13 +246,23 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, const Params& 
           score_mma.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
+        // While the product runs. The barrier in `add` comes before the use.
+        if (keys < kBlock) {
+          auto values = ring;
+          values.advance();
+          wait(&shared.full[values.slot], values.parity);
+          clear_rows<kColumns>(shared.tiles[values.slot], keys, recomputed(thread));
+        }
         warpgroup_wait<0>();
         warpgroup_fence_operand(r_s);
         if (keys < kBlock) {
           const int left = keys - recomputed(thread) % 4 * 2;  // from this lane's first column on
 #pragma unroll
-          for (int i = 0; i < r_s.size(); ++i) {
-            if (i / 4 * 8 + i % 2 >= left) r_s(i) = -INFINITY;
+          for (int i = r_s.size() - 4; i >= 0; i -= 4) {
+            if (i / 4 * 8 + 8 <= keys) break;
+            for (int j = 0; j < 4; ++j) {
+              if (i / 4 * 8 + j % 2 >= left) r_s(i + j) = -INFINITY;
+            }
           }
         }
         if (!fits) {
@@ -252,7 +274,6 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, const Params& 
       release();
 
       wait_full();
-      if (keys < kBlock) clear_rows<kColumns>(shared.tiles[ring.slot], keys, own_barrier(), thread);
       const auto r_v = value_mma.get_slice(thread).partition_fragment_B(
           make_tensor(make_smem_ptr(shared.tiles[ring.slot]), ColumnsByRows<kColumns>{}));
       warpgroup_fence_operand(r_p);
@@ -270,6 +291,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, const Params& 
     softmax.finish();
     release();
     if constexpr (kColumns == 64) use_operand(r_q);  // with 128, no register is free, and ptxas keeps them as it is
+    if (index >= p.plan.whole && !join_team(team, softmax, r_out, own_barrier() - 1, thread)) continue;
     const float shares[2] = {softmax.share(0), softmax.share(1)};
 #pragma unroll
     for (int i = 0; i < r_out.size(); ++i) r_out(i) *= shares[i / 2 % 2];
@@ -311,18 +333,21 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     fence_barrier_init();
+    prefetch_tensor_map(&q_map);
+    prefetch_tensor_map(&k_map);
+    prefetch_tensor_map(&v_map);
+    let_next_kernel_start();
   }
   __syncthreads();
   // Workers of one CTA are far apart, so that what is left at the end is spread over the chip.
   if (warpgroup < kStreams) {
     set_registers<kComputeRegisters, kStartRegisters>();
-    compute<kColumns>(shared.streams[warpgroup], p, thread);
+    compute(shared.streams[warpgroup], shared, p, thread);
   } else {
     set_registers<kCopyRegisters, kStartRegisters>();
     const int warp = __shfl_sync(~0u, thread / kWarpThreads, 0);
     if (warp < kStreams) {
-      copy<kColumns>(shared.streams[warp], p, q_map, k_map, v_map, blockIdx.x + warp * gridDim.x,
-                     thread % kWarpThreads);
+      copy<kColumns>(shared.streams[warp], p, q_map, k_map, v_map, warp, thread % kWarpThreads);
     }
   }
 }

@@ -18,9 +18,9 @@ const char* launch_columns(const Params& p, cudaStream_t stream) {
   static_assert(kBytes <= kMaxSharedBytes);
   const char* error = launch_kernel<block_sparse_attn_fwd_kernel<kColumns>>(p.device, unsigned(p.num_sms), kThreads,
                                                                             kBytes, stream, p, q_map, k_map, v_map);
-  if (error == nullptr && p.plan.cut > 0) {
-    error = launch_kernel<combine_kernel<kColumns>>(p.device, unsigned(p.plan.cut * (kBlock / kCombineRows)),
-                                                    kCombineThreads, 0, stream, p);
+  if (error == nullptr && has_parts(p.plan)) {
+    const Grid grid(unsigned(p.plan.cut * kBlock), 1, /*starts_early=*/true);
+    error = launch_kernel<combine_kernel<kColumns>>(p.device, grid, kCombineThreads, 0, stream, p);
   }
   return error;
 }

@@ -34,8 +34,8 @@ std::tuple<Tensor, Tensor> block_sparse_attn_fwd(Tensor q, Tensor k, Tensor v, T
   const int items = params.batch * params.heads * params.q_blocks;
   params.plan = plan_work(items, params.slots, device.num_sms);
   std::optional<Tensor> partial_out, partial_lse;
-  if (params.plan.cut > 0) {
-    const int64_t slots = int64_t{2} * params.plan.workers;
+  if (has_parts(params.plan)) {
+    const int64_t slots = int64_t{2} * params.plan.teams;
     partial_out = empty({slots, kBlock, params.columns}, ScalarType::Float, device_index);
     partial_lse = empty({slots, kBlock}, ScalarType::Float, device_index);
     params.partial_out = static_cast<float*>(partial_out->data_ptr());

@@ -10,8 +10,8 @@ struct Params : block_sparse::Problem {
   block_sparse::Heads out;  // as q
   float* lse;               // [batch, heads, seq_q], contiguous
   Plan plan;
-  float* partial_out;  // [2 workers, kBlock, columns] where lists are cut, else null
-  float* partial_lse;  // [2 workers, kBlock], in units of log 2, or null
+  float* partial_out;  // [2 teams, kBlock, columns] where lists have parts, else null
+  float* partial_lse;  // [2 teams, kBlock], in units of log 2, or null
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

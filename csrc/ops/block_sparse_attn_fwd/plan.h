@@ -1,7 +1,7 @@
 // How the work is cut: pure functions of host and device, tested without a GPU.
 //
 // Query blocks go round the workers, so that those of one head run together and find its keys in L2. What is left for
-// the last round is cut evenly instead: a worker takes a part of a block's list.
+// the last round is cut evenly instead: a part of a block's list goes to a CTA, whose workers share it as a team.
 #pragma once
 
 #include <algorithm>
@@ -18,29 +18,38 @@ namespace dsa::block_sparse_attn_fwd {
 inline constexpr int kStreams = 3;  // warpgroups of a CTA that compute: workers
 
 struct Plan {
-  int workers;
-  int whole, cut;  // query blocks that go round, and those behind them that are cut
+  int workers;     // number blockIdx + stream * CTAs: those of a CTA are far apart
+  int whole, cut;  // query blocks that go round the workers, and those behind them, which teams share
   int units;       // in which a list is cut
+  int teams;       // first CTAs, which have units: at least one each
 };
 
-// What a worker takes: of the list of query block `item`, units [begin, end).
+// What a worker takes: of the list of query block `item`, units [begin, end), alone or with its team.
 struct Piece {
   int item, begin, end;
 };
 
-// First unit of the cut items that is not of an earlier worker. (At most two rounds are cut, in 64 units: 32 bits do.)
-constexpr DSA_HOST_DEVICE int first_unit(const Plan& plan, int worker) {
-  return worker * plan.cut * plan.units / plan.workers;
+// First unit of the cut items that is not of an earlier team. (There are less than `workers` of them: 32 bits do.)
+constexpr DSA_HOST_DEVICE int first_unit(const Plan& plan, int team) {
+  return team * plan.cut * plan.units / plan.teams;
 }
 
-// A worker's pieces in their order.
+// Who has it.
+constexpr DSA_HOST_DEVICE int team_of_unit(const Plan& plan, int unit) {
+  return ((unit + 1) * plan.teams - 1) / (plan.cut * plan.units);
+}
+
+// A worker's pieces in their order; its team has the same ones of the cut items.
 class Pieces {
   const Plan& plan_;
-  int item_, unit_, last_unit_;
+  int item_, unit_ = 0, last_unit_ = 0;
 
  public:
-  DSA_HOST_DEVICE constexpr Pieces(const Plan& plan, int worker)
-      : plan_(plan), item_(worker), unit_(first_unit(plan, worker)), last_unit_(first_unit(plan, worker + 1)) {}
+  DSA_HOST_DEVICE constexpr Pieces(const Plan& plan, int worker) : plan_(plan), item_(worker) {
+    const int team = worker % (plan.workers / kStreams);
+    if (team >= plan.teams) return;
+    unit_ = first_unit(plan, team), last_unit_ = first_unit(plan, team + 1);
+  }
 
   // False behind the last one.
   DSA_HOST_DEVICE constexpr bool next(Piece& piece) {
@@ -57,21 +66,21 @@ class Pieces {
   }
 };
 
-// A worker has two pieces at most that are not whole lists: the end of one and the beginning of another. Where the
+// A team has two pieces at most that are not whole lists: the end of one and the beginning of another. Where the
 // result of such a one lies.
-constexpr DSA_HOST_DEVICE int partial_slot(int worker, int begin) { return worker * 2 + (begin == 0); }
+constexpr DSA_HOST_DEVICE int partial_slot(int team, bool begins_list) { return team * 2 + begins_list; }
+
+constexpr bool has_parts(const Plan& plan) { return plan.cut > 0 && plan.cut % plan.teams != 0; }
 
 // For so many query blocks with lists of so many slots.
 inline Plan plan_work(int items, int slots, int num_sms) {
-  constexpr int kMinTiles = 4;  // of a piece, so that its start pays
+  constexpr int kMinBlocks = 6;  // of a part, so that its start pays
+  constexpr int kMaxUnits = 1024;
   const int workers = num_sms * kStreams, left = items % workers;
-  const int units = std::clamp(slots / kMinTiles, 1, 64);
-  int cut = 0;
-  if (units > 1 && left * 8 < workers * 7) {  // else the last round is nearly full
-    // A small rest is cut alone, a larger one with the round before, so that pieces are not much less than a list.
-    cut = left * 3 <= workers || items < workers ? left : left + workers;
-  }
-  return {workers, items - cut, cut, units};
+  const bool is_full = left * 8 >= workers * 7;  // nearly: the last round
+  const int cut = slots < kMinBlocks || is_full ? 0 : left;
+  const int teams = cut * std::min(slots / kMinBlocks, kMaxUnits);
+  return {workers, items - cut, cut, std::min(slots, kMaxUnits), std::min(num_sms, teams)};
 }
 
 }  // namespace dsa::block_sparse_attn_fwd
