@@ -29,7 +29,7 @@ struct Grid {
 };
 
 // What a kernel may use without being asked for; more must be the same at each launch.
-inline constexpr int kSharedBytesByDefault = 48 * 1024;
+inline constexpr int kSharedBytesByDefault = 48 * 1024, kMaxSharedBytes = 227 * 1024;
 
 // Launches `kKernel` on `device`, which is current. Returns null, or a text that says what failed.
 template <auto kKernel, class... Args>

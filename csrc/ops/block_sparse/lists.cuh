@@ -46,11 +46,10 @@ __device__ __forceinline__ int valid_keys(const Problem& p, int id) {
   return p.sizes == nullptr ? here : max(0, min(here, __ldg(p.sizes + id * p.sizes_stride)));
 }
 
-// Copies 64 rows from `position` on. By one thread.
+// Copies 64 rows from `position` on; `full` waits for their bytes. By one thread.
 template <int kColumns>
-__device__ __forceinline__ void load_block(sm90::Bf16* tile, const CUtensorMap* map, int head, int position, int batch,
+__device__ __forceinline__ void copy_block(sm90::Bf16* tile, const CUtensorMap* map, int head, int position, int batch,
                                            uint64_t* full) {
-  sm90::arrive_and_expect(full, kBlock * kColumns * 2);
 #pragma unroll
   for (int chunk = 0; chunk < kColumns / sm90::kChunkColumns; ++chunk) {
     sm90::tma_load(tile + chunk * sm90::kChunkElements, map, {chunk * sm90::kChunkColumns, head, 0, position, batch},
@@ -58,18 +57,24 @@ __device__ __forceinline__ void load_block(sm90::Bf16* tile, const CUtensorMap* 
   }
 }
 
-// Zeros from row `first` on, for products over rows: what stands behind the valid ones may be anything, NaN too. By a
+// The same, and nothing else for `full` to wait for.
+template <int kColumns>
+__device__ __forceinline__ void load_block(sm90::Bf16* tile, const CUtensorMap* map, int head, int position, int batch,
+                                           uint64_t* full) {
+  sm90::arrive_and_expect(full, kBlock * kColumns * sizeof(sm90::Bf16));
+  copy_block<kColumns>(tile, map, head, position, batch, full);
+}
+
+// Zeros in rows [first, end), for products over rows: what stands behind the valid ones may be anything, NaN too. By a
 // warpgroup, which then has to meet at a barrier.
 template <int kColumns>
-__device__ __forceinline__ void clear_rows(sm90::Bf16* tile, int first, int thread) {
+__device__ __forceinline__ void clear_rows(sm90::Bf16* tile, int first, int end, int thread) {
   constexpr int kPieces = 8, kStep = sm90::kWarpgroupThreads / kPieces;  // pieces of 16 bytes, of a row of a chunk
-  char* pieces = reinterpret_cast<char*>(tile) + sm90::swizzled_offset(thread / kPieces, thread % kPieces);
-#pragma unroll
-  for (int row = 0; row < kBlock; row += kStep) {
-    if (row + thread / kPieces < first) continue;
+  for (int row = first + thread / kPieces; row < end; row += kStep) {
+    char* piece = reinterpret_cast<char*>(tile) + sm90::swizzled_offset(row, thread % kPieces);
 #pragma unroll
     for (int chunk = 0; chunk < kColumns / sm90::kChunkColumns; ++chunk) {
-      *reinterpret_cast<uint4*>(pieces + chunk * sm90::kChunkBytes + row * sm90::kSwizzleRowBytes) = {};
+      *reinterpret_cast<uint4*>(piece + chunk * sm90::kChunkBytes) = {};
     }
   }
   sm90::fence_async_proxy();

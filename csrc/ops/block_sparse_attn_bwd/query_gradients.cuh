@@ -172,7 +172,8 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
         for (int i = 0; i < r_s.size(); ++i) {
           if (i / 4 * 8 + i % 2 >= left) r_s(i) = 0.f, r_dp(i) = 0.f;
         }
-        clear_rows<kColumns>(shared.tiles[key_slot], keys, own_barrier(), thread);
+        clear_rows<kColumns>(shared.tiles[key_slot], keys, kBlock, thread);
+        sync_warpgroup(own_barrier());
       }
 #pragma unroll
       for (int i = 0; i < r_s.size(); ++i) r_s(i) *= r_dp(i) - delta[i / 2 % 2];

@@ -19,28 +19,9 @@ using namespace dsa::sm90;
 inline constexpr int kStreams = 2;
 inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;
 inline constexpr int kComputeRegisters = 232, kCopyRegisters = 40, kStartRegisters = 168;
-inline constexpr int kMaxSharedBytes = 227 * 1024;
 
 template <int kColumns>
 using Tile = Bf16[kBlock * kColumns];
-
-// Copies 64 rows from `position` on. By one thread.
-template <int kColumns>
-__device__ __forceinline__ void copy_block(Bf16* tile, const CUtensorMap* map, int head, int position, int batch,
-                                           uint64_t* full) {
-#pragma unroll
-  for (int chunk = 0; chunk < kColumns / kChunkColumns; ++chunk) {
-    tma_load(tile + chunk * kChunkElements, map, {chunk * kChunkColumns, head, 0, position, batch}, full);
-  }
-}
-
-// cp.async.bulk, global to shared: `bytes` and both addresses are multiples of 16
-__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-               "l"(global), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
 
 // The next of blocks that nobody has taken. By a warp.
 __device__ __forceinline__ int take(int* taken, int lane) {

@@ -37,7 +37,7 @@ __device__ __forceinline__ void for_listed_blocks(const Params& p, Item item, in
   }
 }
 
-__global__ void __launch_bounds__(kTransposeThreads) transpose_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kTransposeThreads, 1) transpose_kernel(const __grid_constant__ Params p) {
   __shared__ int places[kTransposeWarps][kRange];  // counts, then where the next entry of a warp goes
   __shared__ int sums[kRange];
   __shared__ int before;  // entries of blocks below the range

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ops/block_sparse/lists.cuh"
+#include "ops/block_sparse/operands.cuh"
 #include "params.h"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
@@ -23,7 +24,8 @@ using namespace dsa::sm90;
 
 inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;
 inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
-inline constexpr int kMaxSharedBytes = 227 * 1024;
+// A block of at most so many valid keys is short: the last rows of its tiles are not looked at.
+inline constexpr int kShortBlock = kBlock - 16;
 
 template <int kColumns>
 struct Stream {
@@ -40,28 +42,6 @@ template <int kColumns>
 struct SharedStorage {
   Stream<kColumns> streams[kStreams];
   float4 joined[kColumns / 8][kWarpgroupThreads];  // accumulators of a shared list, as a thread has them
-};
-
-// The blocks that a stream takes of a piece, up to 32 at a time: one of each lane.
-struct ListedKeys {
-  Item item;
-  const int* g_ids;
-  int first, end;
-  int id, valid;  // of this lane; no valid keys where there is no block
-
-  __device__ __forceinline__ ListedKeys(const Params& p, const Piece& piece, int stream, int lane)
-      : item(piece.item, p.q_blocks, p.heads) {
-    const List list = listed_blocks(p, item);
-    g_ids = list.g_ids, first = list.count * piece.begin / p.plan.units, end = list.count * piece.end / p.plan.units;
-    if (piece.item >= p.plan.whole) {
-      const int count = end - first;
-      end = first + count * (stream + 1) / kStreams, first += count * stream / kStreams;
-    }
-    read(p, lane);
-  }
-  __device__ __forceinline__ void read(const Params& p, int lane) {
-    id = first + lane < end ? __ldg(g_ids + first + lane) : -1, valid = valid_keys(p, id);
-  }
 };
 
 template <int kColumns>
@@ -89,47 +69,28 @@ __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, 
   };
   const int team = blockIdx.x;
   Pieces pieces(p.plan, team + stream * gridDim.x);
-  Piece piece{};  // where there is none, the first one's list is read for nothing
-  bool has_piece = pieces.next(piece);
-  ListedKeys keys(p, piece, stream, lane);
-  while (has_piece) {
-    const Item& item = keys.item;
+  for (Piece piece; pieces.next(piece);) {
+    const Item item(piece.item, p.q_blocks, p.heads);
     const int kv_head = item.head / (p.heads / p.kv_heads);
     send(q_map, kBlock, item.head, item.block * kBlock, item.batch);
-    for (;;) {
-      for (unsigned left = __ballot_sync(~0u, keys.valid > 0); left != 0; left &= left - 1) {
+    const List list = listed_blocks(p, item);
+    int first = list.count * piece.begin / p.plan.units, end = list.count * piece.end / p.plan.units;
+    if (piece.item >= p.plan.whole) {  // the streams share it
+      const int count = end - first;
+      end = first + count * (stream + 1) / kStreams, first += count * stream / kStreams;
+    }
+    for (; first < end; first += kWarpThreads) {
+      const int id = first + lane < end ? __ldg(list.g_ids + first + lane) : -1, keys = valid_keys(p, id);
+      for (unsigned left = __ballot_sync(~0u, keys > 0); left != 0; left &= left - 1) {
         const int from = __ffs(left) - 1;
-        const int position = __shfl_sync(~0u, keys.id, from) * kBlock, valid = __shfl_sync(~0u, keys.valid, from);
+        const int position = __shfl_sync(~0u, id, from) * kBlock, valid = __shfl_sync(~0u, keys, from);
         send(k_map, valid, kv_head, position, item.batch);
         send(v_map, valid, kv_head, position, item.batch);
       }
-      keys.first += kWarpThreads;
-      if (keys.first >= keys.end) break;
-      keys.read(p, lane);
     }
-    const int ended = piece.item;
-    const int slot = piece.end - piece.begin < p.plan.units ? partial_slot(team, piece.begin == 0) : -1;
-    // Before the mark, so that what is in the ring hides how long it takes.
-    has_piece = pieces.next(piece);
-    if (has_piece) keys = ListedKeys(p, piece, stream, lane);
-    mark(ended, slot);
+    mark(piece.item, piece.end - piece.begin < p.plan.units ? partial_slot(team, piece.begin == 0) : -1);
   }
   mark(-1, -1);
-}
-
-// A use of operands in registers, behind the loop whose products all read them. Without one ptxas 13.0 may take them
-// for dead after the first round, and give their registers away: wrong results, and no word of it.
-template <class Fragment>
-__device__ __forceinline__ void use_operand(const Fragment& r) {
-  uint32_t mixed = 0;
-#pragma unroll
-  for (uint32_t word : *reinterpret_cast<const uint32_t (*)[sizeof(r) / 4]>(r.data())) mixed ^= word;
-  asm volatile(
-      "{\n"
-      ".reg .pred rarely;\n"
-      "setp.eq.b32 rarely, %0, 0x5f3759df;\n"
-      "@rarely nanosleep.u32 0;\n"
-      "}\n" ::"r"(mixed));
 }
 
 // bar.sync and bar.arrive among some threads of the CTA
@@ -138,11 +99,6 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
 }
 __device__ __forceinline__ void arrive_threads(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// Of this warpgroup; not from a register that would be held for it.
-__device__ __forceinline__ int own_barrier() {
-  return 1 + recomputed(static_cast<int>(threadIdx.x)) / kWarpgroupThreads;
 }
 
 // Joins what the streams of the CTA have of one query block, in a fixed order; true for the stream that then has it.
@@ -195,11 +151,10 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   ScoreMmaFromRegisters score_mma;
   RowsMma<kColumns> value_mma;
-  Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kColumns / 16>>{});
+  RowsOperand<kColumns> r_q;
   Tensor r_s = partition_fragment_C(score_mma, Shape<_64, _64>{});
   Tensor r_p = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, _4>{});
   Tensor r_out = partition_fragment_C(value_mma, Shape<_64, Int<kColumns>>{});
-  auto& q_pairs = *reinterpret_cast<uint32_t (*)[kColumns / 16][4]>(r_q.data());
 
   Ring<Stream<kColumns>::kSlots> ring;
   const auto wait_full = [&] { wait(&shared.full[ring.slot], ring.parity); };
@@ -211,13 +166,9 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
   for (;;) {
     wait_full();
     if (shared.keys[ring.slot] == 0) break;  // no further piece
-#pragma unroll
-    for (int i = 0; i < kColumns / 16; ++i) {
-      load_matrices(shared_address(shared.tiles[ring.slot] + i / 4 * kChunkElements) +
-                        swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
-                    q_pairs[i]);
-      for (uint32_t& pair : q_pairs[i]) pair ^= flip;
-    }
+    for_operand_pairs<kColumns>(shared.tiles[ring.slot], thread, [&](int i, const uint32_t (&pairs)[4]) {
+      for (int j = 0; j < 4; ++j) pairs_of(r_q)[i][j] = pairs[j] ^ flip;
+    });
     warpgroup_fence_operand(r_q);
     ring.advance();
     // Their slot is released when a product has waited for them: ptxas lets an arrival pass before loads have come.
@@ -251,7 +202,8 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
           auto values = ring;
           values.advance();
           wait(&shared.full[values.slot], values.parity);
-          clear_rows<kColumns>(shared.tiles[values.slot], keys, recomputed(thread));
+          clear_rows<kColumns>(shared.tiles[values.slot], keys, keys > kShortBlock ? kBlock : kShortBlock,
+                               recomputed(thread));
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(r_s);
@@ -269,7 +221,8 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
           if (softmax.is_first) release_queries();
           softmax.move_offset(r_s, r_out, p.scale_log2);
         }
-        if (softmax.add(r_s, reinterpret_cast<uint32_t*>(r_p.data()), p.scale_log2, own_barrier())) break;
+        if (softmax.add(r_s, keys <= kShortBlock, reinterpret_cast<uint32_t*>(r_p.data()), p.scale_log2, own_barrier()))
+          break;
       }
       release();
 
@@ -280,7 +233,11 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
       warpgroup_fence_operand(r_out);
       warpgroup_arrive();
 #pragma unroll
-      for (int i = 0; i < size<2>(r_p); ++i) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
+      for (int i = 0; i < kShortBlock / 16; ++i) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
+      if (keys > kShortBlock) {
+        warpgroup_arrive();
+        gemm(value_mma, r_p(_, _, kShortBlock / 16), r_v(_, _, kShortBlock / 16), r_out);
+      }
       warpgroup_commit_batch();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_out);

@@ -23,7 +23,6 @@ using namespace dsa::sm90;
 
 inline constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
 inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
-inline constexpr int kMaxSharedBytes = 227 * 1024;
 inline constexpr int kGroupsBarrier = 1 + kGroups;  // of all that compute; 1, 2, 3 are each one's own
 
 template <int kColumns>
