@@ -24,8 +24,6 @@ using namespace dsa::sm90;
 
 inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;
 inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
-// A block of at most so many valid keys is short: the last rows of its tiles are not looked at.
-inline constexpr int kShortBlock = kBlock - 16;
 
 template <int kColumns>
 struct Stream {
@@ -202,8 +200,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
           auto values = ring;
           values.advance();
           wait(&shared.full[values.slot], values.parity);
-          clear_rows<kColumns>(shared.tiles[values.slot], keys, keys > kShortBlock ? kBlock : kShortBlock,
-                               recomputed(thread));
+          clear_rows<kColumns>(shared.tiles[values.slot], keys, kBlock, recomputed(thread));
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(r_s);
@@ -221,8 +218,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
           if (softmax.is_first) release_queries();
           softmax.move_offset(r_s, r_out, p.scale_log2);
         }
-        if (softmax.add(r_s, keys <= kShortBlock, reinterpret_cast<uint32_t*>(r_p.data()), p.scale_log2, own_barrier()))
-          break;
+        if (softmax.add(r_s, reinterpret_cast<uint32_t*>(r_p.data()), p.scale_log2, own_barrier())) break;
       }
       release();
 
@@ -233,11 +229,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
       warpgroup_fence_operand(r_out);
       warpgroup_arrive();
 #pragma unroll
-      for (int i = 0; i < kShortBlock / 16; ++i) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
-      if (keys > kShortBlock) {
-        warpgroup_arrive();
-        gemm(value_mma, r_p(_, _, kShortBlock / 16), r_v(_, _, kShortBlock / 16), r_out);
-      }
+      for (int i = 0; i < size<2>(r_p); ++i) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
       warpgroup_commit_batch();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_out);

@@ -53,25 +53,19 @@ struct Softmax {
     is_first = false;
   }
 
-  // Scores to probabilities, as operands; with `is_short`, those of the last 16 columns, which nobody looks at, are
-  // left as they are. False where they grow too large; then nothing is added.
+  // Scores to probabilities, as operands. False where they grow too large; then nothing is added.
   template <class Scores>
-  __device__ __forceinline__ bool add(const Scores& r_s, bool is_short, uint32_t* pairs, float scale_log2,
-                                      int barrier) {
+  __device__ __forceinline__ bool add(const Scores& r_s, uint32_t* pairs, float scale_log2, int barrier) {
     constexpr float kLimit = 0x1p40f;
     float part[2] = {};
-    const auto add_columns = [&](int begin, int end) {
 #pragma unroll
-      for (int i = begin; i < end; i += 2) {
-        const int r = i / 2 % 2;
-        const float low = exp2_fast(fmaf(r_s(i), scale_log2, -offset[r]));
-        const float high = exp2_fast(fmaf(r_s(i + 1), scale_log2, -offset[r]));
-        part[r] += low + high;
-        pairs[i / 2] = pack_bf16(low, high);
-      }
-    };
-    add_columns(0, r_s.size() - 8);
-    if (!is_short) add_columns(r_s.size() - 8, r_s.size());
+    for (int i = 0; i < r_s.size(); i += 2) {
+      const int r = i / 2 % 2;
+      const float low = exp2_fast(fmaf(r_s(i), scale_log2, -offset[r]));
+      const float high = exp2_fast(fmaf(r_s(i + 1), scale_log2, -offset[r]));
+      part[r] += low + high;
+      pairs[i / 2] = pack_bf16(low, high);
+    }
     if (any_of_warpgroup(barrier, part[0] > kLimit || part[1] > kLimit)) return false;
     sum[0] += part[0], sum[1] += part[1];
     return true;
