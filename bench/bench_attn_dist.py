@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from common import (
     Case,
+    drawing,
     grouped_bars,
     make_case,
-    measure_all,
     measure_ms,
-    parse_arguments,
     peer_figure,
-    pyplot,
-    report,
+    run,
     time_versus,
 )
 
@@ -61,6 +59,7 @@ def specs() -> Iterator[Spec]:
         yield Spec("Few heads", f"h{heads}_skv8192", heads, 8192, compare_to="h64_skv8192")
 
 
+@torch.inference_mode()
 def measure(spec: Spec, times: dict[str, float]) -> Case:
     inputs = make_inputs(seq=SEQ, s_kv=spec.s_kv, heads=spec.heads, topk=TOPK, d_qk=D_QK, device="cuda", seed=1)
     q, kv = inputs.q, inputs.kv
@@ -96,26 +95,16 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
-    for axis, heads in zip(axes, (128, 64), strict=True):
-        shown = [case for case in cases if case["group"] == "Random ids" and case["args"]["H"] == heads]
-        series = {
-            "dsa_ext": [case["tflops"] for case in shown],
-            "cuDNN frontend": [case["peer_value"] for case in shown],
-        }
-        grouped_bars(axis, [f"S_kv = {case['args']['S_kv'] // 1024}K" for case in shown], series)
-        axis.set(title=f"{heads} heads, 4096 queries, 2048 keys each", ylabel="TFLOP/s")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    with torch.inference_mode():
-        cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, cases, None if args.only else args.out, plot)
+    with drawing(path, 10, 2) as axes:
+        for axis, heads in zip(axes, (128, 64), strict=True):
+            shown = [case for case in cases if case["group"] == "Random ids" and case["args"]["H"] == heads]
+            series = {
+                "dsa_ext": [case["tflops"] for case in shown],
+                "cuDNN frontend": [case["peer_value"] for case in shown],
+            }
+            grouped_bars(axis, [f"S_kv = {case['args']['S_kv'] // 1024}K" for case in shown], series)
+            axis.set(title=f"{heads} heads, 4096 queries, 2048 keys each", ylabel="TFLOP/s")
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot)

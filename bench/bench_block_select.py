@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import Case, grouped_bars, make_case, measure_all, measure_ms, parse_arguments, pyplot, report
+from common import Case, drawing, grouped_bars, make_case, measure_ms, run
 
 import dsa_ext
 
@@ -44,6 +44,7 @@ def specs() -> Iterator[Spec]:
         yield Spec("131072 tokens", f"24576x2048_{mode}", 2048, 2048, mode)
 
 
+@torch.inference_mode()
 def measure(spec: Spec, _times: dict[str, float]) -> Case:
     generator = torch.Generator("cuda").manual_seed(1)
     scores = torch.randn(1, HEADS, spec.q_blocks, spec.blocks, generator=generator, device="cuda")
@@ -69,22 +70,12 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(11, 4.2), constrained_layout=True)
-    series = {"dsa_ext": [1e3 * c["ms"] for c in cases], "torch": [1e3 * c["peer_value"] for c in cases]}
-    grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in cases], series)
-    axis.set(title="block_select beside torch.sort or torch.topk", ylabel="µs", yscale="log")
-    axis.legend(loc="upper left")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    with torch.inference_mode():
-        cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, cases, None if args.only else args.out, plot)
+    with drawing(path, 11) as axis:
+        series = {"dsa_ext": [1e3 * c["ms"] for c in cases], "torch": [1e3 * c["peer_value"] for c in cases]}
+        grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in cases], series)
+        axis.set(title="block_select beside torch.sort or torch.topk", ylabel="µs", yscale="log")
+        axis.legend(loc="upper left")
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot)

@@ -12,14 +12,12 @@ from pathlib import Path
 import torch
 from common import (
     Case,
+    drawing,
     grouped_bars,
     make_case,
-    measure_all,
     measure_ms,
-    parse_arguments,
     peer_figure,
-    pyplot,
-    report,
+    run,
     time_versus,
 )
 from torch import Tensor
@@ -77,6 +75,7 @@ def products(index: Tensor) -> int:
     return 2 * index.numel() * BLOCK * BLOCK * COLUMNS
 
 
+@torch.inference_mode()
 def measure(spec: Spec, times: dict[str, float]) -> Case:
     generator = torch.Generator("cuda").manual_seed(1)
     (q, k, v), index, number = draw(spec.queries, spec.keys, spec.sparsity, generator)
@@ -119,23 +118,13 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(11, 4.2), constrained_layout=True)
-    shown = [case for case in cases if case["peer"]]
-    series = {"dsa_ext": [c["tflops"] for c in shown], "cuDNN frontend": [c["peer_value"] for c in shown]}
-    grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in shown], series)
-    axis.set(title="block_sparse_attn_fwd: tokens and percent of blocks left out", ylabel="TFLOP/s")
-    axis.legend(loc="upper left")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    with torch.inference_mode():
-        cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, cases, None if args.only else args.out, plot)
+    with drawing(path, 11) as axis:
+        shown = [case for case in cases if case["peer"]]
+        series = {"dsa_ext": [c["tflops"] for c in shown], "cuDNN frontend": [c["peer_value"] for c in shown]}
+        grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in shown], series)
+        axis.set(title="block_sparse_attn_fwd: tokens and percent of blocks left out", ylabel="TFLOP/s")
+        axis.legend(loc="upper left")
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot)

@@ -12,14 +12,12 @@ import torch
 from bench_block_sparse_attn import BLOCK, COLUMNS, HEADS, draw, products
 from common import (
     Case,
+    drawing,
     grouped_bars,
     make_case,
-    measure_all,
     measure_ms,
-    parse_arguments,
     peer_figure,
-    pyplot,
-    report,
+    run,
 )
 from torch import Tensor
 
@@ -73,6 +71,7 @@ def check(tensors: list[Tensor], index: Tensor, number: Tensor, gradients: tuple
     return max(errors)
 
 
+@torch.inference_mode()
 def measure(spec: Spec, times: dict[str, float]) -> Case:
     generator = torch.Generator("cuda").manual_seed(1)
     (q, k, v), index, number = draw(spec.tokens, spec.tokens, spec.sparsity, generator)
@@ -99,22 +98,12 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(11, 4.2), constrained_layout=True)
-    shown = [case for case in cases if case["peer"]]
-    series = {"dsa_ext": [c["tflops"] for c in shown], "cuDNN frontend": [c["peer_value"] for c in shown]}
-    grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in shown], series)
-    axis.set(title="block_sparse_attn_bwd: tokens and percent of blocks left out", ylabel="TFLOP/s")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    with torch.inference_mode():
-        cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, cases, None if args.only else args.out, plot)
+    with drawing(path, 11) as axis:
+        shown = [case for case in cases if case["peer"]]
+        series = {"dsa_ext": [c["tflops"] for c in shown], "cuDNN frontend": [c["peer_value"] for c in shown]}
+        grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in shown], series)
+        axis.set(title="block_sparse_attn_bwd: tokens and percent of blocks left out", ylabel="TFLOP/s")
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot)

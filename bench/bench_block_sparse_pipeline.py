@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Case, grouped_bars, make_case, measure_all, measure_ms, parse_arguments, peer_figure, pyplot, report
+from common import (
+    Case,
+    drawing,
+    grouped_bars,
+    make_case,
+    measure_ms,
+    peer_figure,
+    run,
+)
 from torch import Tensor
 
 import dsa_ext
@@ -119,6 +127,7 @@ def check(
     assert error <= 2 * SIMILARITY, error
 
 
+@torch.inference_mode()
 def measure(spec: Spec, _times: dict[str, float]) -> Case:
     peer = None
     if spec.pipeline == "decode_99" and spec.stage in PEERS:
@@ -134,26 +143,16 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(11, 4.2), constrained_layout=True)
-    times = {case["name"]: 1e3 * case["ms"] for case in cases}
-    series = {
-        pipeline: [times.get(f"{pipeline}_{stage}", 0) for stage in STAGES]
-        for pipeline in dict.fromkeys(spec.pipeline for spec in specs())
-    }
-    grouped_bars(axis, STAGES, series)
-    axis.set(title="block-sparse attention behind its projections, by stages", ylabel="µs", yscale="log")
-    axis.legend(loc="upper left")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    with torch.inference_mode():
-        cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, cases, None if args.only else args.out, plot)
+    with drawing(path, 11) as axis:
+        times = {case["name"]: 1e3 * case["ms"] for case in cases}
+        series = {
+            pipeline: [times.get(f"{pipeline}_{stage}", 0) for stage in STAGES]
+            for pipeline in dict.fromkeys(spec.pipeline for spec in specs())
+        }
+        grouped_bars(axis, STAGES, series)
+        axis.set(title="block-sparse attention behind its projections, by stages", ylabel="µs", yscale="log")
+        axis.legend(loc="upper left")
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot)

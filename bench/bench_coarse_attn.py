@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Case, grouped_bars, make_case, measure_all, measure_ms, parse_arguments, pyplot, report
+from common import Case, drawing, grouped_bars, make_case, measure_ms, run
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -44,6 +44,7 @@ def with_pytorch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, probs.unflatten(2, (-1, BLOCK)).mean(3, dtype=torch.float32)
 
 
+@torch.inference_mode()
 def measure(spec: Spec, _times: dict[str, float]) -> Case:
     generator = torch.Generator("cuda").manual_seed(1)
     q, k, v = (
@@ -71,22 +72,12 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(11, 4.2), constrained_layout=True)
-    series = {"dsa_ext": [c["tflops"] for c in cases], "PyTorch": [c["peer_value"] for c in cases]}
-    grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in cases], series)
-    axis.set(title="coarse_attn_fwd: tokens, and pooled keys of one block of queries", ylabel="TFLOP/s")
-    axis.legend(loc="upper right")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    with torch.inference_mode():
-        cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, cases, None if args.only else args.out, plot)
+    with drawing(path, 11) as axis:
+        series = {"dsa_ext": [c["tflops"] for c in cases], "PyTorch": [c["peer_value"] for c in cases]}
+        grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in cases], series)
+        axis.set(title="coarse_attn_fwd: tokens, and pooled keys of one block of queries", ylabel="TFLOP/s")
+        axis.legend(loc="upper right")
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot)

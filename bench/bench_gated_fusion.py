@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Case, grouped_bars, make_case, measure_all, measure_ms, parse_arguments, pyplot, report
+from common import Case, drawing, grouped_bars, make_case, measure_ms, run
 from torch import Tensor
 
 from dsa_ext import reference
@@ -75,21 +75,12 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(8, 4.2), constrained_layout=True)
-    series = {"dsa_ext": [1e3 * c["ms"] for c in cases], "PyTorch": [1e3 * c["peer_value"] for c in cases]}
-    grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in cases], series)
-    axis.set(title="gated_fusion of so many tokens", ylabel="µs", yscale="log")
-    axis.legend(loc="upper left")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, cases, None if args.only else args.out, plot)
+    with drawing(path, 8) as axis:
+        series = {"dsa_ext": [1e3 * c["ms"] for c in cases], "PyTorch": [1e3 * c["peer_value"] for c in cases]}
+        grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in cases], series)
+        axis.set(title="gated_fusion of so many tokens", ylabel="µs", yscale="log")
+        axis.legend(loc="upper left")
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot)

@@ -14,14 +14,12 @@ import torch
 from common import (
     PEERS,
     Case,
+    drawing,
     grouped_bars,
     make_case,
-    measure_all,
     measure_ms,
-    parse_arguments,
     peer_figure,
-    pyplot,
-    report,
+    run,
 )
 from torch import Tensor
 
@@ -144,6 +142,7 @@ def checked_rows(count: int) -> slice:
     return slice((count - 1) % step, None, step)
 
 
+@torch.inference_mode()
 def measure_logits(spec: Scoring, _times: dict[str, float]) -> Case:
     i = spec.inputs()
     rows = checked_rows(spec.seq)
@@ -161,6 +160,7 @@ def measure_logits(spec: Scoring, _times: dict[str, float]) -> Case:
     )
 
 
+@torch.inference_mode()
 def measure_select(spec: Selection, _times: dict[str, float]) -> Case:
     logits, starts, ends = spec.inputs()
     rows = checked_rows(spec.rows)
@@ -181,6 +181,7 @@ def measure_select(spec: Selection, _times: dict[str, float]) -> Case:
     )
 
 
+@torch.inference_mode()
 def measure_topk(spec: Scoring, _times: dict[str, float]) -> Case:
     i = spec.inputs()
     rows = checked_rows(spec.seq)
@@ -209,48 +210,39 @@ def measure_topk(spec: Scoring, _times: dict[str, float]) -> Case:
 
 
 def plot_logits(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(13, 4.2), constrained_layout=True)
-    ceiling = PEERS["ceilings"]["fp8_matmul_8192_tflops"]
-    for axis, heads in zip(axes, (64, 32), strict=True):
-        shown = [case for case in cases if case["peer"] and case["args"]["Hi"] == heads]
-        series = {"dsa_ext": [case["tflops"] for case in shown], "DeepGEMM": [case["peer_value"] for case in shown]}
-        grouped_bars(axis, [f"{case['args']['S_kv'] // 1024}K" for case in shown], series)
-        axis.axhline(ceiling, color="black", linestyle=":", linewidth=1)
-        axis.text(-0.4, ceiling + 10, "dense fp8 matmul", fontsize=8)
-        axis.set(title=f"indexer_logits, fp8, {heads} heads, 4096 queries", xlabel="S_kv", ylabel="TFLOP/s")
-        axis.set_ylim(0, 1450)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with drawing(path, 13, 2) as axes:
+        ceiling = PEERS["ceilings"]["fp8_matmul_8192_tflops"]
+        for axis, heads in zip(axes, (64, 32), strict=True):
+            shown = [case for case in cases if case["peer"] and case["args"]["Hi"] == heads]
+            series = {"dsa_ext": [case["tflops"] for case in shown], "DeepGEMM": [case["peer_value"] for case in shown]}
+            grouped_bars(axis, [f"{case['args']['S_kv'] // 1024}K" for case in shown], series)
+            axis.axhline(ceiling, color="black", linestyle=":", linewidth=1)
+            axis.text(-0.4, ceiling + 10, "dense fp8 matmul", fontsize=8)
+            axis.set(title=f"indexer_logits, fp8, {heads} heads, 4096 queries", xlabel="S_kv", ylabel="TFLOP/s")
+            axis.set_ylim(0, 1450)
 
 
 def plot_select(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(13, 4.2), constrained_layout=True)
-    shown = [case for case in cases if case["peer"] and case["args"]["R"] == 4096]
-    series = {"dsa_ext": [case["ms"] for case in shown], "SGLang": [case["peer_value"] for case in shown]}
-    grouped_bars(axes[0], [f"{case['args']['C'] // 1024}K" for case in shown], series, number="{:.2f}")
-    axes[0].set(title="topk_select, 2048 of each of 4096 rows", xlabel="columns", ylabel="ms")
-    axes[0].legend(loc="upper left")
-    many = [case for case in cases if case["args"]["R"] == 4096]
-    names = [case["name"].removeprefix("4096x").replace("_", "\n") for case in many]
-    grouped_bars(axes[1], names, {"dsa_ext": [case["tbps"] for case in many]}, number="{:.2f}")
-    axes[1].set(title="4096 rows, logits read", ylabel="TB/s")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with drawing(path, 13, 2) as axes:
+        shown = [case for case in cases if case["peer"] and case["args"]["R"] == 4096]
+        series = {"dsa_ext": [case["ms"] for case in shown], "SGLang": [case["peer_value"] for case in shown]}
+        grouped_bars(axes[0], [f"{case['args']['C'] // 1024}K" for case in shown], series, number="{:.2f}")
+        axes[0].set(title="topk_select, 2048 of each of 4096 rows", xlabel="columns", ylabel="ms")
+        axes[0].legend(loc="upper left")
+        many = [case for case in cases if case["args"]["R"] == 4096]
+        names = [case["name"].removeprefix("4096x").replace("_", "\n") for case in many]
+        grouped_bars(axes[1], names, {"dsa_ext": [case["tbps"] for case in many]}, number="{:.2f}")
+        axes[1].set(title="4096 rows, logits read", ylabel="TB/s")
 
 
 def plot_topk(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(8, 4.2), constrained_layout=True)
-    shown = [case for case in cases if case["peer"]]
-    series = {"dsa_ext": [case["ms"] for case in shown], shown[0]["peer"]: [case["peer_value"] for case in shown]}
-    names = [f"{case['args']['Hi']} heads, {case['args']['S_kv'] // 1024}K" for case in shown]
-    grouped_bars(axis, names, series, number="{:.2f}")
-    axis.set(title="indexer_topk, fp8, 2048 keys for each of 4096 queries", ylabel="ms")
-    axis.legend(loc="upper right")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with drawing(path, 8) as axis:
+        shown = [case for case in cases if case["peer"]]
+        series = {"dsa_ext": [case["ms"] for case in shown], shown[0]["peer"]: [case["peer_value"] for case in shown]}
+        names = [f"{case['args']['Hi']} heads, {case['args']['S_kv'] // 1024}K" for case in shown]
+        grouped_bars(axis, names, series, number="{:.2f}")
+        axis.set(title="indexer_topk, fp8, 2048 keys for each of 4096 queries", ylabel="ms")
+        axis.legend(loc="upper right")
 
 
 #: Of each operator what is measured, and how it is measured and drawn.
@@ -261,13 +253,6 @@ BENCHMARKS: dict[str, tuple[Callable[[], Iterator[Any]], Callable[..., Case], Ca
 }
 
 
-def main() -> None:
-    args = parse_arguments(__doc__)
-    for op, (specs, measure, plot) in BENCHMARKS.items():
-        with torch.inference_mode():
-            cases = measure_all(op, specs(), measure, args.only)
-        report(op, cases, None if args.only else args.out, plot)
-
-
 if __name__ == "__main__":
-    main()
+    for op, (specs, measure, plot) in BENCHMARKS.items():
+        run(op, __doc__, specs(), measure, plot)

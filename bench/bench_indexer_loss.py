@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Case, grouped_bars, make_case, measure_all, measure_ms, parse_arguments, pyplot, report, time_versus
+from common import (
+    Case,
+    drawing,
+    grouped_bars,
+    make_case,
+    measure_ms,
+    run,
+    time_versus,
+)
 from torch import Tensor
 
 import dsa_ext
@@ -70,24 +78,15 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6, 4.2), constrained_layout=True)
-    by_group = {
-        group: [c["ms"] for c in cases if c["group"] == group] for group in ("Mean and backward", "Plain PyTorch")
-    }
-    labels = [f"K = {case['args']['K']}" for case in cases if case["group"] == "Plain PyTorch"]
-    series = {"dsa_ext": by_group["Mean and backward"], "PyTorch": by_group["Plain PyTorch"]}
-    grouped_bars(axis, labels, series)
-    axis.set(title=f"indexer_loss, mean and backward, {ROWS} rows", ylabel="ms")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, cases, None if args.only else args.out, plot)
+    with drawing(path, 6) as axis:
+        by_group = {
+            group: [c["ms"] for c in cases if c["group"] == group] for group in ("Mean and backward", "Plain PyTorch")
+        }
+        labels = [f"K = {case['args']['K']}" for case in cases if case["group"] == "Plain PyTorch"]
+        series = {"dsa_ext": by_group["Mean and backward"], "PyTorch": by_group["Plain PyTorch"]}
+        grouped_bars(axis, labels, series)
+        axis.set(title=f"indexer_loss, mean and backward, {ROWS} rows", ylabel="ms")
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot)

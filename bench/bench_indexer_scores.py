@@ -15,14 +15,12 @@ from common import (
     COLOURS,
     Case,
     causal_indices,
+    drawing,
     grouped_bars,
     make_case,
-    measure_all,
     measure_ms,
-    parse_arguments,
     peer_figure,
-    pyplot,
-    report,
+    run,
     time_versus,
 )
 from torch import Tensor
@@ -85,6 +83,7 @@ def lists(spec: Spec) -> Tensor:
     return ids if spec.ids == "random" else ids.sort(-1).values
 
 
+@torch.inference_mode()
 def measure(spec: Spec, times: dict[str, float]) -> Case:
     if spec.ids == "all":
         return measure_all_keys(spec)
@@ -151,25 +150,15 @@ def measure_all_keys(spec: Spec) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
-    for axis, heads in zip(axes, (64, 32), strict=True):
-        shown = [case for case in cases if case["group"] == "Gradient" and case["args"]["Hi"] == heads]
-        labels = [case["name"].removeprefix(f"h{heads}_").replace("_", "\n") for case in shown]
-        grouped_bars(axis, labels, {"dsa_ext": [case["ms"] for case in shown]}, number="{:.2f}")
-        axis.axhline(peer_figure(OP, PEERS["Gradient"], f"h{heads}"), color=COLOURS[1], label="cuDNN frontend")
-        axis.legend(loc="lower right", fontsize=8)
-        axis.set(title=f"Gradient of indexer_scores, {heads} heads, 4096 queries", ylabel="ms")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    with torch.inference_mode():
-        cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, cases, None if args.only else args.out, plot)
+    with drawing(path, 11, 2) as axes:
+        for axis, heads in zip(axes, (64, 32), strict=True):
+            shown = [case for case in cases if case["group"] == "Gradient" and case["args"]["Hi"] == heads]
+            labels = [case["name"].removeprefix(f"h{heads}_").replace("_", "\n") for case in shown]
+            grouped_bars(axis, labels, {"dsa_ext": [case["ms"] for case in shown]}, number="{:.2f}")
+            axis.axhline(peer_figure(OP, PEERS["Gradient"], f"h{heads}"), color=COLOURS[1], label="cuDNN frontend")
+            axis.legend(loc="lower right", fontsize=8)
+            axis.set(title=f"Gradient of indexer_scores, {heads} heads, 4096 queries", ylabel="ms")
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot)

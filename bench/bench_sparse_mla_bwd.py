@@ -9,13 +9,11 @@ from common import (
     PEERS,
     Case,
     causal_indices,
+    drawing,
     grouped_bars,
     make_case,
-    measure_all,
     measure_ms,
-    parse_arguments,
-    pyplot,
-    report,
+    run,
     time_versus,
 )
 from torch import Tensor
@@ -113,28 +111,21 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
     by_name = {case["name"]: case for case in cases}
-    figure, axes = plt.subplots(1, 2, figsize=(13, 4.2), constrained_layout=True)
     sizes = (4096, 8192, 32768, 131072)
-    for axis, heads in zip(axes, (128, 64), strict=True):
-        shown = [by_name[f"h{heads}_skv{s_kv}"] for s_kv in sizes]
-        deterministic = [by_name.get(f"h{heads}_skv{s_kv}_deterministic") for s_kv in sizes]
-        series = {
-            "dsa_ext": [case["tflops"] for case in shown],
-            "cuDNN frontend": [case["peer_value"] for case in shown],
-            "dsa_ext, deterministic": [case["tflops"] if case else 0 for case in deterministic],
-        }
-        grouped_bars(axis, [f"S_kv = {s_kv // 1024}K" for s_kv in sizes], series)
-        axis.set_title(f"sparse_mla_bwd, H={heads}, S=4096, topk=2048, ids ascending")
-        axis.set_ylabel("TFLOP/s")
-    figure.savefig(path, dpi=110)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    report(OP, measure_all(OP, specs(), measure, args.only), None if args.only else args.out, plot)
+    with drawing(path, 13, 2) as axes:
+        for axis, heads in zip(axes, (128, 64), strict=True):
+            shown = [by_name[f"h{heads}_skv{s_kv}"] for s_kv in sizes]
+            deterministic = [by_name.get(f"h{heads}_skv{s_kv}_deterministic") for s_kv in sizes]
+            series = {
+                "dsa_ext": [case["tflops"] for case in shown],
+                "cuDNN frontend": [case["peer_value"] for case in shown],
+                "dsa_ext, deterministic": [case["tflops"] if case else 0 for case in deterministic],
+            }
+            grouped_bars(axis, [f"S_kv = {s_kv // 1024}K" for s_kv in sizes], series)
+            axis.set_title(f"sparse_mla_bwd, H={heads}, S=4096, topk=2048, ids ascending")
+            axis.set_ylabel("TFLOP/s")
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot)

@@ -15,13 +15,13 @@ from common import (
     PEERS,
     Case,
     causal_indices,
+    drawing,
     grouped_bars,
     make_case,
     measure_all,
     measure_ms,
     parse_arguments,
     peer_figure,
-    pyplot,
     report,
     time_versus,
 )
@@ -159,24 +159,23 @@ def measure_host() -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
     by_name = {case["name"]: case for case in cases}
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), constrained_layout=True)
-    for axis, heads in zip(axes, (128, 64), strict=False):
-        shown = [by_name[f"h{heads}_skv{s_kv}"] for s_kv in (8192, 32768, 131072)]
-        series = {"dsa_ext": [case["tflops"] for case in shown], "FlashMLA": [case["peer_value"] for case in shown]}
-        grouped_bars(axis, [f"S_kv = {case['args']['S_kv'] // 1024}K" for case in shown], series)
-        axis.axhline(PEERS["ceilings"]["bf16_matmul_8192_tflops"], color="black", linestyle=":", linewidth=1)
-        axis.text(-0.4, PEERS["ceilings"]["bf16_matmul_8192_tflops"] + 8, "dense bf16 matmul", fontsize=8)
-        axis.set(title=f"{heads} heads, 4096 queries, 2048 keys each", ylabel="TFLOP/s", ylim=(0, 900))
-    for heads in (128, 64):
-        few = [case for case in cases if case["group"] == "Few queries" and case["args"]["H"] == heads]
-        axes[2].plot([c["args"]["S"] for c in few], [c["ms"] * 1e3 for c in few], marker="o", label=f"{heads} heads")
-    axes[2].set(title="few queries, S_kv = 32K", xlabel="queries", ylabel="µs", xscale="log", ylim=(0, None))
-    axes[2].set_xticks([1, 2, 4, 16, 64], ["1", "2", "4", "16", "64"])
-    axes[2].legend()
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with drawing(path, 15, 3) as axes:
+        for axis, heads in zip(axes, (128, 64), strict=False):
+            shown = [by_name[f"h{heads}_skv{s_kv}"] for s_kv in (8192, 32768, 131072)]
+            series = {"dsa_ext": [case["tflops"] for case in shown], "FlashMLA": [case["peer_value"] for case in shown]}
+            grouped_bars(axis, [f"S_kv = {case['args']['S_kv'] // 1024}K" for case in shown], series)
+            axis.axhline(PEERS["ceilings"]["bf16_matmul_8192_tflops"], color="black", linestyle=":", linewidth=1)
+            axis.text(-0.4, PEERS["ceilings"]["bf16_matmul_8192_tflops"] + 8, "dense bf16 matmul", fontsize=8)
+            axis.set(title=f"{heads} heads, 4096 queries, 2048 keys each", ylabel="TFLOP/s", ylim=(0, 900))
+        for heads in (128, 64):
+            few = [case for case in cases if case["group"] == "Few queries" and case["args"]["H"] == heads]
+            axes[2].plot(
+                [c["args"]["S"] for c in few], [c["ms"] * 1e3 for c in few], marker="o", label=f"{heads} heads"
+            )
+        axes[2].set(title="few queries, S_kv = 32K", xlabel="queries", ylabel="µs", xscale="log", ylim=(0, None))
+        axes[2].set_xticks([1, 2, 4, 16, 64], ["1", "2", "4", "16", "64"])
+        axes[2].legend()
 
 
 def main() -> None:

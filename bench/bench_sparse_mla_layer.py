@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Case, grouped_bars, make_case, measure_all, parse_arguments, pyplot, report, time_versus
+from common import Case, drawing, grouped_bars, make_case, run, time_versus
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -231,27 +231,18 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    plt = pyplot()
-    figure, axes = plt.subplots(1, len(HIDDEN_SIZE), figsize=(15, 4.2), constrained_layout=True)
-    for axis, heads in zip(axes, HIDDEN_SIZE, strict=True):
-        shown = [case for case in cases if case["group"] == f"{heads} heads"]
-        series = {
-            "SparseMLA": [case["ms"] for case in shown],
-            "dense, PyTorch": [case["peer_value"] or 0 for case in shown],
-        }
-        grouped_bars(axis, [f"S = {case['args']['S'] // 1024}K" for case in shown], series)
-        axis.set(title=f"training step of a layer, {heads} heads", ylabel="ms", yscale="log")
-        axis.margins(y=0.15)
-        axis.legend(loc="upper left", fontsize=8)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def main() -> None:
-    args = parse_arguments(__doc__)
-    cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, cases, None if args.only else args.out, plot, timer="CUDA events, median")
+    with drawing(path, 15, len(HIDDEN_SIZE)) as axes:
+        for axis, heads in zip(axes, HIDDEN_SIZE, strict=True):
+            shown = [case for case in cases if case["group"] == f"{heads} heads"]
+            series = {
+                "SparseMLA": [case["ms"] for case in shown],
+                "dense, PyTorch": [case["peer_value"] or 0 for case in shown],
+            }
+            grouped_bars(axis, [f"S = {case['args']['S'] // 1024}K" for case in shown], series)
+            axis.set(title=f"training step of a layer, {heads} heads", ylabel="ms", yscale="log")
+            axis.margins(y=0.15)
+            axis.legend(loc="upper left", fontsize=8)
 
 
 if __name__ == "__main__":
-    main()
+    run(OP, __doc__, specs(), measure, plot, timer="CUDA events, median")

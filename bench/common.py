@@ -4,7 +4,8 @@ import argparse
 import hashlib
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ def make_case(
         "err": err,
         **others,
     }
+
+
+def run(
+    op: str,
+    doc: str,
+    specs: Iterable[Any],
+    measure: Callable[[Any, dict[str, float]], Case],
+    plot: Callable[[list[Case], Path], None],
+    timer: str | None = None,
+) -> None:
+    """The main function of a benchmark whose module has the docstring `doc`."""
+    args = parse_arguments(doc)
+    report(op, measure_all(op, specs, measure, args.only), None if args.only else args.out, plot, timer or TIMER)
 
 
 def time_versus(ms: float, name: str | None, times: dict[str, float]) -> dict[str, Any]:
@@ -167,6 +181,16 @@ def pyplot() -> Any:
     import matplotlib.pyplot
 
     return matplotlib.pyplot
+
+
+@contextmanager
+def drawing(path: Path, width: float, axes: int = 1) -> Iterator[Any]:
+    """The axes of a figure, in a row, or the one; the figure is written when the block ends."""
+    plt = pyplot()
+    figure, row = plt.subplots(1, axes, figsize=(width, 4.2), constrained_layout=True)
+    yield row
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
 
 
 def grouped_bars(
