@@ -43,12 +43,18 @@ class Spec:
     compare_to: str | None = None  # a case to divide this one's time by
 
 
-def specs() -> Iterator[Spec]:
+def self_attention() -> Iterator[tuple[int, int]]:
+    """Tokens, and percent of the blocks that are not listed, of attention among all tokens."""
     for tokens in (8192, 16384, 23296, 32768, 65536, 131072):
         for sparsity in (99, 90, 50, 1) if tokens < 131072 else (99, 90):
-            has_peer = tokens in (23296, 32768) and sparsity != 99
-            peer = ("fwd_ms", f"{tokens}_{sparsity}pct") if has_peer else None
-            yield Spec(f"{tokens} tokens", f"n{tokens}_{sparsity}", tokens, tokens, sparsity, peer)
+            yield tokens, sparsity
+
+
+def specs() -> Iterator[Spec]:
+    for tokens, sparsity in self_attention():
+        has_peer = tokens in (23296, 32768) and sparsity != 99
+        peer = ("fwd_ms", f"{tokens}_{sparsity}pct") if has_peer else None
+        yield Spec(f"{tokens} tokens", f"n{tokens}_{sparsity}", tokens, tokens, sparsity, peer)
     for sparsity in (90, 50):
         name = f"n23296_{sparsity}"
         yield Spec("Blocks of 32 to 64 keys", f"{name}_sizes", 23296, 23296, sparsity, sizes=True, compare_to=name)
@@ -122,7 +128,7 @@ def plot(cases: list[Case], path: Path) -> None:
         shown = [case for case in cases if case["peer"]]
         series = {"dsa_ext": [c["tflops"] for c in shown], "cuDNN frontend": [c["peer_value"] for c in shown]}
         grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in shown], series)
-        axis.set(title="block_sparse_attn_fwd: tokens and percent of blocks left out", ylabel="TFLOP/s")
+        axis.set(title=f"{path.stem}: tokens and percent of blocks left out", ylabel="TFLOP/s")
         axis.legend(loc="upper left")
 
 

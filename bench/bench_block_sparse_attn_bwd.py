@@ -6,14 +6,11 @@ some rows of every case are checked against the reference in float64 before it i
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from bench_block_sparse_attn import BLOCK, COLUMNS, HEADS, draw, products
+from bench_block_sparse_attn import BLOCK, COLUMNS, HEADS, draw, plot, products, self_attention
 from common import (
     Case,
-    drawing,
-    grouped_bars,
     make_case,
     measure_ms,
     peer_figure,
@@ -44,9 +41,8 @@ class Spec:
 
 
 def specs() -> Iterator[Spec]:
-    for tokens in (8192, 16384, 23296, 32768, 65536, 131072):
-        for sparsity in (99, 90, 50, 1) if tokens < 131072 else (99, 90):
-            yield Spec(tokens, sparsity)
+    for tokens, sparsity in self_attention():
+        yield Spec(tokens, sparsity)
 
 
 def check(tensors: list[Tensor], index: Tensor, number: Tensor, gradients: tuple[Tensor, Tensor, Tensor]) -> float:
@@ -95,14 +91,6 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
         peer=peer,
         err={"similarity": error},
     )
-
-
-def plot(cases: list[Case], path: Path) -> None:
-    with drawing(path, 11) as axis:
-        shown = [case for case in cases if case["peer"]]
-        series = {"dsa_ext": [c["tflops"] for c in shown], "cuDNN frontend": [c["peer_value"] for c in shown]}
-        grouped_bars(axis, [case["name"].replace("_", "\n", 1) for case in shown], series)
-        axis.set(title="block_sparse_attn_bwd: tokens and percent of blocks left out", ylabel="TFLOP/s")
 
 
 if __name__ == "__main__":

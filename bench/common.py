@@ -91,11 +91,11 @@ def run(
     specs: Iterable[Any],
     measure: Callable[[Any, dict[str, float]], Case],
     plot: Callable[[list[Case], Path], None],
-    timer: str | None = None,
+    timer: str = TIMER,
 ) -> None:
     """The main function of a benchmark whose module has the docstring `doc`."""
     args = parse_arguments(doc)
-    report(op, measure_all(op, specs, measure, args.only), None if args.only else args.out, plot, timer or TIMER)
+    report(op, measure_all(op, specs, measure, args.only), None if args.only else args.out, plot, timer)
 
 
 def time_versus(ms: float, name: str | None, times: dict[str, float]) -> dict[str, Any]:
