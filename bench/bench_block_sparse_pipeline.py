@@ -1,9 +1,10 @@
 """Times block-sparse attention from q, k and v to its fused output, stage by stage; writes its results file and plot.
 
 12 heads of 128 columns, bf16, as dsa_ext.nn.BlockSparseAttention has them behind its projections, [B, N, H, D] in
-memory. prefill is attention among all tokens. decode brings 64 tokens to a cache, which appends them, and lets them
-attend to everything in it. `whole` is all stages one after another, `graph` the same as one CUDA graph. The last block
-of queries is checked against the references in float64 before anything is timed.
+memory. prefill is attention among all tokens. decode brings 64 tokens to a cache, which appends them, pools their
+blocks, and lets them attend to everything in it. `attend` is coarse attention to fusion, one after another, `whole` all
+stages, `graph` the same as one CUDA graph. The last block of queries is checked against the references in float64
+before anything is timed.
 """
 
 import functools
@@ -31,7 +32,7 @@ from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 
 OP = "block_sparse_pipeline"
 HEADS, COLUMNS, TOKENS = 12, 128, 23296
-STAGES = ("pool", "append", "coarse", "select", "fine", "fusion", "whole", "graph")
+STAGES = ("pool", "append", "coarse", "select", "fine", "fusion", "attend", "whole", "graph")
 #: Stages of the reference pipeline, by ours.
 PEERS = {"select": ("selection", "map_to_index"), "fine": ("kernel",), "fusion": ("fusion",)}
 PEERS |= dict.fromkeys(("whole", "graph"), ("total",))
@@ -56,7 +57,7 @@ def specs() -> Iterator[Spec]:
     for pipeline, queries, topk in (("prefill_90", TOKENS, 36), ("decode_90", BLOCK, 36), ("decode_99", BLOCK, 4)):
         group = f"{queries} tokens to {TOKENS}, {topk} of {TOKENS // BLOCK} blocks"
         for stage in STAGES:
-            if stage != "append" or queries < TOKENS:
+            if stage != ("append" if queries == TOKENS else "pool"):
                 yield Spec(group, pipeline, stage, queries, topk)
 
 
@@ -73,23 +74,21 @@ def calls(queries: int, topk: int) -> dict[str, Callable[[], object]]:
 
     def append() -> None:
         cache.length = TOKENS - queries
-        cache.append(*new, *new_pooled)
+        cache.append(*new, layer.kv_pool)
 
     def whole() -> Tensor:
-        pooled = layer.pool(*new)
         if queries == TOKENS:
-            return layer.attend(q, *new, *pooled, gate)
-        cache.length = TOKENS - queries
-        cache.append(*new, *pooled)
+            return layer.attend(q, *new, *layer.pool(*new), gate)
+        append()
         return layer.attend(q, *cache.tokens(), *cache.blocks(), gate)
 
-    if queries < TOKENS:
-        old = tokens(TOKENS - queries)
-        cache.append(*old, *layer.pool(*old))
     q, new, gate = tokens(queries)[0], tokens(queries), torch.randn(1, queries, HEADS, device="cuda").bfloat16().mT
-    new_pooled = layer.pool(*new)
-    append()
-    kv, pooled = (cache.tokens(), cache.blocks()) if queries < TOKENS else (new, new_pooled)
+    if queries < TOKENS:
+        cache.append(*tokens(TOKENS - queries), layer.kv_pool)
+        append()
+        kv, pooled = cache.tokens(), cache.blocks()
+    else:
+        kv, pooled = new, layer.pool(*new)
     coarse, scores = dsa_ext.coarse_attn(q, *pooled)
     lists = layer.select(scores)
     fine = dsa_ext.block_sparse_attn(q, *kv, *lists)
@@ -105,6 +104,7 @@ def calls(queries: int, topk: int) -> dict[str, Callable[[], object]]:
         "select": lambda: layer.select(scores),
         "fine": lambda: dsa_ext.block_sparse_attn(q, *kv, *lists),
         "fusion": lambda: dsa_ext.gated_fusion(fine, coarse, gate),
+        "attend": lambda: layer.attend(q, *kv, *pooled, gate),
         "whole": whole,
         "graph": graph.replay,
     }

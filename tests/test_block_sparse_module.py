@@ -24,8 +24,7 @@ def make_layer(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any
     )
     with torch.no_grad():
         layer.q_proj.weight *= 6
-        for pool in (layer.k_pool, layer.v_pool):
-            pool += torch.randn_like(pool) / BLOCK
+        layer.kv_pool += torch.randn_like(layer.kv_pool) / BLOCK
     return layer
 
 
@@ -58,8 +57,9 @@ def plain(layer: BlockSparseAttention, x: Tensor, sizes: list[int] | None = None
         return torch.stack(sums, 2)
 
     scale = layer.head_dim**-0.5
-    probs = (q @ pooled(k, layer.k_pool).mT * scale).softmax(-1)
-    coarse = probs @ pooled(v, layer.v_pool)
+    k_pool, v_pool = layer.kv_pool.chunk(2)
+    probs = (q @ pooled(k, k_pool).mT * scale).softmax(-1)
+    coarse = probs @ pooled(v, v_pool)
     weights = torch.stack([rows.mean(2) for rows in probs.split(BLOCK, 2)], 2)
     index, number = layer.select(weights)
     seen = torch.zeros(*weights.shape[:3], len(sizes), dtype=torch.bool)
@@ -124,10 +124,10 @@ def test_pooling_is_the_mean_at_first() -> None:
     layer = BlockSparseAttention(HIDDEN, HEADS, head_dim=DIM, dtype=torch.float64)
     x = torch.randn(2, 3 * BLOCK, HEADS, DIM, dtype=torch.float64).transpose(1, 2)
     blocks = x.unflatten(2, (3, BLOCK))
-    torch.testing.assert_close(pool_blocks(x, layer.k_pool), blocks.mean(3))
+    torch.testing.assert_close(pool_blocks(x, layer.kv_pool[:HEADS]), blocks.mean(3))
     sizes = torch.tensor([64, 5, 1], dtype=torch.int32)
     means = torch.stack([blocks[:, :, j, :size].mean(2) for j, size in enumerate(sizes.tolist())], 2)
-    torch.testing.assert_close(pool_blocks(x, layer.v_pool, sizes), means)
+    torch.testing.assert_close(pool_blocks(x, layer.kv_pool[HEADS:], sizes), means)
     share = layer.gate_proj.bias.sigmoid()
     assert ((share > 0.5) & (share < 1)).all()
 
@@ -193,8 +193,7 @@ def test_names_of_parameters() -> None:
         "o_proj.weight": (HIDDEN, HEADS * DIM),
         "gate_proj.weight": (HEADS, HIDDEN),
         "gate_proj.bias": (HEADS,),
-        "k_pool": (KV_HEADS, BLOCK),
-        "v_pool": (KV_HEADS, BLOCK),
+        "kv_pool": (2 * KV_HEADS, BLOCK),
     }
 
 
@@ -225,11 +224,11 @@ def test_errors() -> None:
             layer(x, cache=cache)
         k = torch.zeros(2, KV_HEADS, 65, DIM)
         with pytest.raises(ValueError, match="new tokens must be whole blocks of 64, got 65"):
-            cache.append(k, k, k[:, :, :1], k[:, :, :1])
+            cache.append(k, k, layer.kv_pool)
         with pytest.raises(ValueError, match=r"k must be \[2, 2, 64, 64\], got \[1, 2, 64, 64\]"):
             layer(x[:1, :BLOCK], cache=cache)
-        with pytest.raises(ValueError, match=r"v_pooled must be \[2, 2, 1, 64\], got \[2, 2, 2, 64\]"):
-            cache.append(k[:, :, :64], k[:, :, :64], k[:, :, :1], k[:, :, :2])
+        with pytest.raises(ValueError, match=r"v must be \[2, 2, 64, 64\], got \[2, 1, 64, 64\]"):
+            cache.append(k[:, :, :64], k[:, :1, :64], layer.kv_pool)
     assert cache.length == 2 * BLOCK
 
 

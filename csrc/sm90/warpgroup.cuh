@@ -42,8 +42,7 @@ __device__ __forceinline__ void sync_warpgroup(int barrier) {
 }
 
 // barrier.red.or: bar.sync, and whether `predicate` holds in any thread of the warpgroup
-template <int kBarrier>
-__device__ __forceinline__ bool any_of_warpgroup(bool predicate) {
+__device__ __forceinline__ bool any_of_warpgroup(int barrier, bool predicate) {
   int any;
   asm volatile(
       "{\n"
@@ -53,7 +52,7 @@ __device__ __forceinline__ bool any_of_warpgroup(bool predicate) {
       "selp.s32 %0, 1, 0, out;\n"
       "}\n"
       : "=r"(any)
-      : "r"(static_cast<int>(predicate)), "n"(kBarrier), "n"(kWarpgroupThreads)
+      : "r"(static_cast<int>(predicate)), "r"(barrier), "n"(kWarpgroupThreads)
       : "memory");
   return any;
 }

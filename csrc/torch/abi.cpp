@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <cctype>
+#include <cmath>
 #include <cstdint>
 #include <string>
 
@@ -127,6 +128,11 @@ void check_rows_aligned(const char* op, const char* name, const Tensor& tensor) 
   const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   DSA_CHECK(address % kRowAlignment == 0, op, ": ", name, " must start 16-byte aligned, got an address that is ",
             address % kRowAlignment, " bytes past a multiple of 16");
+}
+
+void check_scale(const char* op, std::optional<double> sm_scale) {
+  DSA_CHECK(!sm_scale || std::isfinite(static_cast<float>(*sm_scale)), op, ": sm_scale must be finite in fp32, got ",
+            *sm_scale);
 }
 
 void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* other_name,

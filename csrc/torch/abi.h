@@ -66,6 +66,15 @@ inline void check_tensor(const char* op, const char* name, const Tensor& tensor,
 // Checks that every row of the last dimension is dense and starts 16-byte aligned, if there are elements.
 void check_rows_aligned(const char* op, const char* name, const Tensor& tensor);
 
+// The stride of dimension `dim` of such rows [., ., ., columns], for tensor maps: they want multiples of 16 bytes,
+// while views leave anything in a dimension of one element, whose stride is never used to step.
+inline int64_t row_stride(const int64_t* sizes, const int64_t* strides, int dim) {
+  return sizes[dim] > 1 ? strides[dim] : sizes[3];
+}
+
+// Checks that a scale of scores, if there is one, is finite in fp32.
+void check_scale(const char* op, std::optional<double> sm_scale);
+
 // Checks that the last dimension is dense.
 void check_last_stride(const char* op, const char* name, const Tensor& tensor);
 

@@ -60,36 +60,36 @@ class BlockKVCache:
         if capacity % BLOCK != 0:
             raise ValueError(f"BlockKVCache: capacity must be a multiple of {BLOCK}, got {capacity}")
         self.capacity, self.length = capacity, 0
+        # heads of keys, then those of values
         self._tokens, self._blocks = (
-            torch.empty(2, batch, length, kv_heads, head_dim, device=device, dtype=dtype)
+            torch.empty(batch, length, 2 * kv_heads, head_dim, device=device, dtype=dtype)
             for length in (capacity, capacity // BLOCK)
         )
 
     @torch.no_grad()
-    def append(self, k: Tensor, v: Tensor, k_pooled: Tensor, v_pooled: Tensor) -> None:
-        """k and v [B, Hkv, 64 * n, D] and their pooled rows [B, Hkv, n, D], in any strides."""
+    def append(self, k: Tensor, v: Tensor, kv_pool: Tensor) -> None:
+        """k and v [B, Hkv, 64 * n, D] in any strides, whose blocks are pooled by the weights [2 * Hkv, 64]."""
         begin, end = self.length, self.length + k.shape[2]
         if k.shape[2] % BLOCK != 0:
             raise ValueError(f"BlockKVCache: new tokens must be whole blocks of {BLOCK}, got {k.shape[2]}")
         if end > self.capacity:
             raise ValueError(f"BlockKVCache: {begin} + {k.shape[2]} tokens exceed the capacity, {self.capacity}")
-        places = *self._tokens[:, :, begin:end], *self._blocks[:, :, begin // BLOCK : end // BLOCK]
-        new = {"k": k, "v": v, "k_pooled": k_pooled, "v_pooled": v_pooled}
-        for place, (name, x) in zip(places, new.items(), strict=True):
-            expected = list(place.transpose(1, 2).shape)
-            if list(x.shape) != expected:
-                raise ValueError(f"BlockKVCache: {name} must be {expected}, got {list(x.shape)}")
-            place.copy_(x.transpose(1, 2))
+        new = self._tokens[:, begin:end].transpose(1, 2)
+        for place, name, x in zip(new.chunk(2, 1), "kv", (k, v), strict=True):
+            if x.shape != place.shape:
+                raise ValueError(f"BlockKVCache: {name} must be {list(place.shape)}, got {list(x.shape)}")
+            place.copy_(x)
+        self._blocks[:, begin // BLOCK : end // BLOCK] = pool_blocks(new, kv_pool).transpose(1, 2)
         self.length = end
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Views of all keys and values [B, Hkv, length, D]."""
-        k, v = self._tokens[:, :, : self.length].transpose(2, 3)
+        k, v = self._tokens[:, : self.length].transpose(1, 2).chunk(2, 1)
         return k, v
 
     def blocks(self) -> tuple[Tensor, Tensor]:
         """Views of what stands for their blocks [B, Hkv, length / 64, D]."""
-        k_pooled, v_pooled = self._blocks[:, :, : self.length // BLOCK].transpose(2, 3)
+        k_pooled, v_pooled = self._blocks[:, : self.length // BLOCK].transpose(1, 2).chunk(2, 1)
         return k_pooled, v_pooled
 
 
@@ -109,9 +109,9 @@ class BlockSparseAttention(nn.Module):
 
     The selection has no gradient; the coarse branch learns through its part of the output.
 
-    Parameters: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj` [heads, hidden_size] and its bias, and `k_pool`,
-    `v_pool` [kv_heads, 64], the mean at first. On a GPU the module must be in bf16. On the CPU fp32 and float64 will
-    do as well.
+    Parameters: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj` [heads, hidden_size] and its bias, and `kv_pool`
+    [2 * kv_heads, 64], weights of the keys' heads and then of the values', the mean at first. On a GPU the module must
+    be in bf16. On the CPU fp32 and float64 will do as well.
 
     Args:
         hidden_size: columns of the input and of the output.
@@ -157,9 +157,7 @@ class BlockSparseAttention(nn.Module):
         self.o_proj = linear(heads * head_dim, hidden_size)
         self.gate_proj = nn.Linear(hidden_size, heads, device=device, dtype=dtype)
         nn.init.constant_(self.gate_proj.bias, _GATE_BIAS)
-        self.k_pool, self.v_pool = (
-            nn.Parameter(torch.full((self.kv_heads, BLOCK), 1 / BLOCK, device=device, dtype=dtype)) for _ in range(2)
-        )
+        self.kv_pool = nn.Parameter(torch.full((2 * kv_heads, BLOCK), 1 / BLOCK, device=device, dtype=dtype))
 
     def forward(
         self, x: Tensor, kv_block_size: BlockSizes | None = None, *, cache: BlockKVCache | None = None
@@ -191,9 +189,10 @@ class BlockSparseAttention(nn.Module):
         x, sizes = _whole_blocks(x, kv_block_size)
         q, k, v = (_heads(proj(x), self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         gate = self.gate_proj(x).mT
-        pooled = self.pool(k, v, sizes)
-        if cache is not None:
-            cache.append(k, v, *pooled)
+        if cache is None:
+            pooled = self.pool(k, v, sizes)
+        else:
+            cache.append(k, v, self.kv_pool)
             (k, v), pooled = cache.tokens(), cache.blocks()
         filled = None if kv_block_size is None else kv_block_size.filled
         out = self.attend(q[:, :, :length], k, v, *pooled, gate[..., :length], sizes, filled)
@@ -202,7 +201,8 @@ class BlockSparseAttention(nn.Module):
 
     def pool(self, k: Tensor, v: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What stands for each block in coarse attention [B, Hkv, J, D], of k and v: see pool_blocks."""
-        return pool_blocks(k, self.k_pool, sizes), pool_blocks(v, self.v_pool, sizes)
+        k_pool, v_pool = self.kv_pool.chunk(2)
+        return pool_blocks(k, k_pool, sizes), pool_blocks(v, v_pool, sizes)
 
     def attend(
         self,

@@ -11,9 +11,6 @@ namespace {
 
 int64_t blocks(int64_t positions) { return (positions + kBlock - 1) / kBlock; }
 
-// The stride of a dimension of one element may be anything, while tensor maps want multiples of 16 bytes.
-int64_t row_stride(const Tensor& tensor, int dim) { return tensor.size(dim) > 1 ? tensor.stride(dim) : tensor.size(3); }
-
 }  // namespace
 
 void check_heads(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> sm_scale) {
@@ -25,9 +22,7 @@ void check_heads(const char* op, const Tensor& q, const Tensor& k, const Tensor&
   DSA_CHECK(columns == 64 || columns == 128, op, ": q's columns must be 64 or 128, got ", columns);
   DSA_CHECK(kv_heads >= 1 && heads % kv_heads == 0, op, ": q's heads must be a multiple of k's, got ", heads, " and ",
             kv_heads);
-  if (sm_scale) {
-    DSA_CHECK(std::isfinite(static_cast<float>(*sm_scale)), op, ": sm_scale must be finite in fp32, got ", *sm_scale);
-  }
+  check_scale(op, sm_scale);
   check_rows_aligned(op, "q", q);
   check_rows_aligned(op, "k", k);
   check_rows_aligned(op, "v", v);
@@ -50,7 +45,9 @@ void check_inputs(const char* op, const Inputs& inputs) {
 }
 
 Heads heads_of(const Tensor& tensor) {
-  return {tensor.data_ptr(), row_stride(tensor, 0), row_stride(tensor, 1), row_stride(tensor, 2)};
+  const int64_t *sizes = tensor.sizes().data(), *strides = tensor.strides().data();
+  return {tensor.data_ptr(), row_stride(sizes, strides, 0), row_stride(sizes, strides, 1),
+          row_stride(sizes, strides, 2)};
 }
 
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> sm_scale,

@@ -24,6 +24,8 @@ using namespace dsa::sm90;
 
 inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;
 inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
+// A block of at most so many valid keys is short: the product with its values leaves out the rows behind.
+inline constexpr int kShortBlock = kBlock - 16;
 
 template <int kColumns>
 struct Stream {
@@ -91,12 +93,9 @@ __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, 
   mark(-1, -1);
 }
 
-// bar.sync and bar.arrive among some threads of the CTA
+// bar.sync among some threads of the CTA
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void arrive_threads(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Joins what the streams of the CTA have of one query block, in a fixed order; true for the stream that then has it.
@@ -138,7 +137,7 @@ __device__ __forceinline__ bool join_team(SharedStorage<kColumns>& shared, Softm
   for (int i = 0; i < r_out.size(); i += 4) {
     shared.joined[i / 4][thread] = {r_out(i), r_out(i + 1), r_out(i + 2), r_out(i + 3)};
   }
-  arrive_threads(kJoinBarrier + stream, 2 * kWarpgroupThreads);
+  sync_threads(kJoinBarrier + stream, 2 * kWarpgroupThreads);
   return false;
 }
 
@@ -200,7 +199,8 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
           auto values = ring;
           values.advance();
           wait(&shared.full[values.slot], values.parity);
-          clear_rows<kColumns>(shared.tiles[values.slot], keys, kBlock, recomputed(thread));
+          clear_rows<kColumns>(shared.tiles[values.slot], keys, keys > kShortBlock ? kBlock : kShortBlock,
+                               recomputed(thread));
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(r_s);
@@ -229,7 +229,9 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
       warpgroup_fence_operand(r_out);
       warpgroup_arrive();
 #pragma unroll
-      for (int i = 0; i < size<2>(r_p); ++i) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
+      for (int i = 0; i < size<2>(r_p); ++i) {
+        if (i * 16 < kShortBlock || keys > kShortBlock) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
+      }
       warpgroup_commit_batch();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_out);

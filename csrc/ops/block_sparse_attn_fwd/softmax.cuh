@@ -9,22 +9,6 @@ namespace dsa::block_sparse_attn_fwd {
 
 using namespace dsa::sm90;
 
-// barrier.red.or: bar.sync, and whether `predicate` holds in any thread of the warpgroup
-__device__ __forceinline__ bool any_of_warpgroup(int barrier, bool predicate) {
-  int any;
-  asm volatile(
-      "{\n"
-      ".reg .pred in, out;\n"
-      "setp.ne.s32 in, %1, 0;\n"
-      "barrier.cta.red.or.pred out, %2, %3, in;\n"
-      "selp.s32 %0, 1, 0, out;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(static_cast<int>(predicate)), "r"(barrier), "n"(kWarpgroupThreads)
-      : "memory");
-  return any;
-}
-
 // Two rows of a lane. Scores, in units of log 2, are taken relative to an offset, which is the maximum of the first
 // block that is seen, and follows only when a sum grows beyond 2^40. Until then fp32 and bf16 bear it as well as
 // if it were the maximum.

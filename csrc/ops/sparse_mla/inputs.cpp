@@ -8,12 +8,6 @@ namespace {
 constexpr int64_t kMaxHeadsPerGroup = 128;
 constexpr int64_t kValueColumns = 512;
 
-// The stride of dimension `dim` of q or kv, for tensor maps: they want multiples of 16 bytes, while views leave
-// anything in a dimension of one element, whose stride is never used to step.
-int64_t row_stride(const int64_t* sizes, const int64_t* strides, int dim) {
-  return sizes[dim] > 1 ? strides[dim] : sizes[3];
-}
-
 }  // namespace
 
 void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tensor& indices, const Options& options) {
@@ -38,10 +32,7 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
             ": q's heads must be a multiple of kv's groups, at most 128 a group, got ", heads, " heads and ", groups,
             " groups");
   DSA_CHECK(indices.size(3) >= 1, op, ": indices must have at least one slot a row, got ", describe(indices));
-  if (options.sm_scale) {
-    DSA_CHECK(std::isfinite(static_cast<float>(*options.sm_scale)), op, ": sm_scale must be finite in fp32, got ",
-              *options.sm_scale);
-  }
+  check_scale(op, options.sm_scale);
   DSA_CHECK(options.q_start >= 0, op, ": q_start must be at least 0, got ", options.q_start);
   DSA_CHECK(options.kv_stride >= 1, op, ": kv_stride must be at least 1, got ", options.kv_stride);
 

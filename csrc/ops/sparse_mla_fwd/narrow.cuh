@@ -117,7 +117,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) exponents[c] = kExponentOfOne;
       // This also waits until every warp has read chunk 8, which P is to overwrite.
-      if (any_of_warpgroup<kScoreBarrier>(raise)) {
+      if (any_of_warpgroup(kScoreBarrier, raise)) {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
