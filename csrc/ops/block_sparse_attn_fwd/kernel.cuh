@@ -1,8 +1,8 @@
 // Block-sparse attention, forward. Three warpgroups compute, each with query blocks and a ring of slots of its own, so
 // that while one waits the others keep the tensor cores busy; three warps copy, one for each of them. Through a ring go
-// the queries of a piece of work, then keys and values of each listed block in turn, then a mark without data. The
-// lists of the last round are shared by the three, which then join their results. docs/block_sparse_attn.md has the
-// maths.
+// the queries of a piece of work, then keys and values of each listed block in turn, then a mark, whose tile takes the
+// output on its way to memory. The lists of the last round are shared by the three, which then join their results.
+// docs/block_sparse_attn.md has the maths.
 #pragma once
 
 #include "ops/block_sparse/lists.cuh"
@@ -27,13 +27,20 @@ inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegiste
 // A block of at most so many valid keys is short: the product with its values leaves out the rows behind.
 inline constexpr int kShortBlock = kBlock - 16;
 
+// The end of a piece: whose it was, and what becomes of the result.
+struct Mark {
+  int block, head, batch;
+  int is_shared;     // by the streams of the CTA
+  int partial_slot;  // of a result that is not the whole one, or -1
+};
+
 template <int kColumns>
 struct Stream {
   static constexpr int kSlots = 4 * 128 / kColumns;
 
   alignas(1024) Bf16 tiles[kSlots][kBlock * kColumns];
-  int keys[kSlots];                          // valid ones of the block; 0 at a mark
-  int items[kSlots], partial_slots[kSlots];  // at a mark: which query block's piece ends, and where its result goes
+  int keys[kSlots];  // valid ones of the block; 0 at a mark
+  Mark marks[kSlots];
   uint64_t full[kSlots], empty[kSlots];
   float offsets[kBlock], sums[kBlock];  // of its part of a list that is shared
 };
@@ -58,15 +65,16 @@ __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, 
     __syncwarp();
     ring.advance();
   };
-  const auto mark = [&](int item, int partial_slot) {
+  const auto send_mark = [&](const Mark& mark) {
     next_slot();
     if (lane == 0) {
-      shared.keys[ring.slot] = 0, shared.items[ring.slot] = item, shared.partial_slots[ring.slot] = partial_slot;
+      shared.keys[ring.slot] = 0, shared.marks[ring.slot] = mark;
       arrive(&shared.full[ring.slot]);
     }
     __syncwarp();
     ring.advance();
   };
+  send_mark({});  // as if a piece had ended
   const int team = blockIdx.x;
   Pieces pieces(p.plan, team + stream * gridDim.x);
   for (Piece piece; pieces.next(piece);) {
@@ -74,8 +82,9 @@ __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, 
     const int kv_head = item.head / (p.heads / p.kv_heads);
     send(q_map, kBlock, item.head, item.block * kBlock, item.batch);
     const List list = listed_blocks(p, item);
+    const bool is_shared = piece.item >= p.plan.whole;
     int first = list.count * piece.begin / p.plan.units, end = list.count * piece.end / p.plan.units;
-    if (piece.item >= p.plan.whole) {  // the streams share it
+    if (is_shared) {
       const int count = end - first;
       end = first + count * (stream + 1) / kStreams, first += count * stream / kStreams;
     }
@@ -88,9 +97,10 @@ __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, 
         send(v_map, valid, kv_head, position, item.batch);
       }
     }
-    mark(piece.item, piece.end - piece.begin < p.plan.units ? partial_slot(team, piece.begin == 0) : -1);
+    const bool is_part = piece.end - piece.begin < p.plan.units;
+    send_mark({item.block, item.head, item.batch, is_shared, is_part ? partial_slot(team, piece.begin == 0) : -1});
   }
-  mark(-1, -1);
+  send_mark({});
 }
 
 // bar.sync among some threads of the CTA
@@ -143,7 +153,7 @@ __device__ __forceinline__ bool join_team(SharedStorage<kColumns>& shared, Softm
 
 template <int kColumns>
 __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<kColumns>& team, const Params& p,
-                                        int thread) {
+                                        const CUtensorMap& out_map, int thread) {
   using namespace cute;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   ScoreMmaFromRegisters score_mma;
@@ -159,7 +169,11 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
     arrive(&shared.empty[ring.slot]);
     ring.advance();
   };
+  constexpr int kSlots = Stream<kColumns>::kSlots;
+  const auto release_behind = [&](int slots) { arrive(&shared.empty[(ring.slot + kSlots - slots) % kSlots]); };
   const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
+  wait_full();
+  ring.advance();  // always one behind a mark
   for (;;) {
     wait_full();
     if (shared.keys[ring.slot] == 0) break;  // no further piece
@@ -168,9 +182,10 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
     });
     warpgroup_fence_operand(r_q);
     ring.advance();
+    if (thread == 0) tma_store_wait_read();
+    release_behind(2);  // the mark, from which the last output has gone
     // Their slot is released when a product has waited for them: ptxas lets an arrival pass before loads have come.
-    constexpr int kSlots = Stream<kColumns>::kSlots;
-    const auto release_queries = [&] { arrive(&shared.empty[(ring.slot + kSlots - 1) % kSlots]); };
+    const auto release_queries = [&] { release_behind(1); };
 
     clear(r_out);
     Softmax softmax;
@@ -227,26 +242,27 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
           make_tensor(make_smem_ptr(shared.tiles[ring.slot]), ColumnsByRows<kColumns>{}));
       warpgroup_fence_operand(r_p);
       warpgroup_fence_operand(r_out);
-      warpgroup_arrive();
+      const auto multiply = [&](auto steps) {
+        warpgroup_arrive();
 #pragma unroll
-      for (int i = 0; i < size<2>(r_p); ++i) {
-        if (i * 16 < kShortBlock || keys > kShortBlock) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
-      }
-      warpgroup_commit_batch();
+        for (int i = 0; i < steps; ++i) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
+        warpgroup_commit_batch();
+      };
+      keys > kShortBlock ? multiply(Int<kBlock / 16>{}) : multiply(Int<kShortBlock / 16>{});
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_out);
       release();
     }
-    const int index = read_for_warp(shared.items[ring.slot]);
-    const int partial_slot = read_for_warp(shared.partial_slots[ring.slot]);
+    const Mark& mark = shared.marks[ring.slot];
+    Bf16* s_out = shared.tiles[ring.slot];
+    ring.advance();
     softmax.finish();
-    release();
     if constexpr (kColumns == 64) use_operand(r_q);  // with 128, no register is free, and ptxas keeps them as it is
-    if (index >= p.plan.whole && !join_team(team, softmax, r_out, own_barrier() - 1, thread)) continue;
+    if (read_for_warp(mark.is_shared) && !join_team(team, softmax, r_out, own_barrier() - 1, thread)) continue;
     const float shares[2] = {softmax.share(0), softmax.share(1)};
 #pragma unroll
     for (int i = 0; i < r_out.size(); ++i) r_out(i) *= shares[i / 2 % 2];
-    const int row = warp * 16 + lane / 4;
+    const int row = warp * 16 + lane / 4, partial_slot = read_for_warp(mark.partial_slot);
     if (partial_slot >= 0) {
       const int64_t first_row = static_cast<int64_t>(partial_slot) * kBlock;
       store_accumulators_to_global(p.partial_out + first_row * kColumns, kColumns, r_out, thread);
@@ -255,23 +271,33 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
       }
       continue;
     }
-    const Item item(index, p.q_blocks, p.heads);
+    store_accumulators<kColumns>(shared_address(s_out), r_out, thread);
+    fence_async_proxy();
+    sync_warpgroup(own_barrier());
+    if (thread == 0) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = item.block * kBlock + row + r * 8;
-      if (query >= p.seq_q) continue;
-      if (lane % 4 == 0) p.lse[item.row(p) + query] = softmax.lse_log2(r) * kLn2;
-      uint32_t* g_row = static_cast<uint32_t*>(p.out.data) + p.out.offset(item.batch, item.head, query) / 2;
-#pragma unroll
-      for (int i = 2 * r; i < r_out.size(); i += 4) g_row[i / 4 * 4 + lane % 4] = pack_bf16(r_out(i), r_out(i + 1));
+      for (int chunk = 0; chunk < kColumns / kChunkColumns; ++chunk) {
+        tma_store(&out_map, s_out + chunk * kChunkElements,
+                  {chunk * kChunkColumns, mark.head, 0, mark.block * kBlock, mark.batch});
+      }
+      tma_store_commit();
+    }
+    if (lane % 4 == 0) {
+      float* g_lse = p.lse + (static_cast<int64_t>(mark.batch) * p.heads + mark.head) * p.seq_q;
+      for (int r = 0; r < 2; ++r) {
+        const int query = mark.block * kBlock + row + r * 8;
+        if (query < p.seq_q) g_lse[query] = softmax.lse_log2(r) * kLn2;
+      }
     }
   }
+  if (thread == 0) tma_store_wait_read();
 }
 
 template <int kColumns>
 __global__ void __launch_bounds__(kThreads, 1)
     block_sparse_attn_fwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
-                                 const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+                                 const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+                                 const __grid_constant__ CUtensorMap out_map) {
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage<kColumns>*>(shared_bytes);
   const int thread = threadIdx.x % kWarpgroupThreads;
@@ -293,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Workers of one CTA are far apart, so that what is left at the end is spread over the chip.
   if (warpgroup < kStreams) {
     set_registers<kComputeRegisters, kStartRegisters>();
-    compute(shared.streams[warpgroup], shared, p, thread);
+    compute(shared.streams[warpgroup], shared, p, out_map, thread);
   } else {
     set_registers<kCopyRegisters, kStartRegisters>();
     const int warp = __shfl_sync(~0u, thread / kWarpThreads, 0);

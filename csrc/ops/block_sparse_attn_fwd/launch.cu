@@ -10,14 +10,15 @@ namespace {
 
 template <int kColumns>
 const char* launch_columns(const Params& p, cudaStream_t stream) {
-  CUtensorMap q_map, k_map, v_map;
+  CUtensorMap q_map, k_map, v_map, out_map;
   if (!encode_blocks(&q_map, p.q, p, p.heads, p.seq_q)) return "no tensor map for q";
   if (!encode_blocks(&k_map, p.k, p, p.kv_heads, p.seq_kv)) return "no tensor map for k";
   if (!encode_blocks(&v_map, p.v, p, p.kv_heads, p.seq_kv)) return "no tensor map for v";
+  if (!encode_blocks(&out_map, p.out, p, p.heads, p.seq_q)) return "no tensor map for out";
   constexpr int kBytes = sizeof(SharedStorage<kColumns>);
   static_assert(kBytes <= kMaxSharedBytes);
-  const char* error = launch_kernel<block_sparse_attn_fwd_kernel<kColumns>>(p.device, unsigned(p.num_sms), kThreads,
-                                                                            kBytes, stream, p, q_map, k_map, v_map);
+  const char* error = launch_kernel<block_sparse_attn_fwd_kernel<kColumns>>(
+      p.device, unsigned(p.num_sms), kThreads, kBytes, stream, p, q_map, k_map, v_map, out_map);
   if (error == nullptr && has_parts(p.plan)) {
     const Grid grid(unsigned(p.plan.cut * kBlock), 1, /*starts_early=*/true);
     error = launch_kernel<combine_kernel<kColumns>>(p.device, grid, kCombineThreads, 0, stream, p);
