@@ -1,9 +1,10 @@
-// Blocks of rows as operands in registers.
+// Blocks of rows in registers: operands, and results on their way to memory.
 #pragma once
 
 #include "ops/block_sparse/params.h"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mma.cuh"
+#include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 
 namespace dsa::block_sparse {
@@ -51,6 +52,22 @@ __device__ __forceinline__ void use_operand(const Fragment& r) {
 // The barrier of this warpgroup; not from a register that would be held for it.
 __device__ __forceinline__ int own_barrier() {
   return 1 + sm90::recomputed(static_cast<int>(threadIdx.x)) / sm90::kWarpgroupThreads;
+}
+
+// Accumulators of a block, rounded, to the rows from `position` on, by way of `tile`: once its thread 0 has waited for
+// the store to read, the warpgroup may give the tile away.
+template <int kColumns, class Accumulators>
+__device__ __forceinline__ void store_block(const CUtensorMap* map, sm90::Bf16* tile, int head, int position, int batch,
+                                            const Accumulators& r_rows, int thread) {
+  sm90::store_accumulators<kColumns>(sm90::shared_address(tile), r_rows, thread);
+  sm90::fence_async_proxy();
+  sm90::sync_warpgroup(own_barrier());
+  if (thread != 0) return;
+#pragma unroll
+  for (int chunk = 0; chunk < kColumns / sm90::kChunkColumns; ++chunk) {
+    sm90::tma_store(map, tile + chunk * sm90::kChunkElements, {chunk * sm90::kChunkColumns, head, 0, position, batch});
+  }
+  sm90::tma_store_commit();
 }
 
 }  // namespace dsa::block_sparse

@@ -1,5 +1,6 @@
 // dk and dv, by blocks of keys: dv += P' dout, dk += dS' q, over the blocks of queries that list them, head by head of
-// a group. A stream holds its keys and values; through its ring go queries, dout and the rows' lse and delta.
+// a group. A stream holds its keys and values; through its ring go queries, dout and the rows' lse and delta, then a
+// mark, whose tiles take dk and dv on their way to memory.
 #pragma once
 
 #include "sm90/math.cuh"
@@ -28,7 +29,7 @@ struct KeyStream {
 };
 
 struct KeyMaps {
-  CUtensorMap q, dout, k, v;
+  CUtensorMap q, dout, k, v, dk, dv;
 };
 
 template <int kColumns>
@@ -83,11 +84,16 @@ __device__ __forceinline__ void copy_for_keys(KeyStream<kColumns>& shared, const
         }
       }
     }
+    wait(&shared.empty[ring.slot], ring.parity ^ 1);
+    if (lane == 0) arrive(&shared.full[ring.slot]);
+    __syncwarp();
+    ring.advance();
   }
 }
 
 template <int kColumns>
-__device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const Params& p, int thread) {
+__device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const Params& p, const KeyMaps& maps,
+                                             int thread) {
   using namespace cute;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   ScoreMmaFromShared score_mma;
@@ -179,9 +185,16 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
     }
     arrive(&shared.item_empty);
     const Item item(index, p.kv_blocks, p.kv_heads);
-    const int position = item.block * kBlock, count = p.seq_kv - position;
-    store_block(p.dk, item.batch, item.head, position, count, r_dk, p.sm_scale, thread);
-    store_block(p.dv, item.batch, item.head, position, count, r_dv, 1.f, thread);
+    const int position = item.block * kBlock;
+#pragma unroll
+    for (int i = 0; i < r_dk.size(); ++i) r_dk(i) *= p.sm_scale;
+    wait(&shared.full[ring.slot], ring.parity);
+    auto& mark = shared.slots[ring.slot];
+    store_block<kColumns>(&maps.dk, mark.q, item.head, position, item.batch, r_dk, thread);
+    store_block<kColumns>(&maps.dv, mark.dout, item.head, position, item.batch, r_dv, thread);
+    if (thread == 0) tma_store_wait_read();
+    arrive(&shared.empty[ring.slot]);
+    ring.advance();
   }
 }
 
@@ -196,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   run_roles(
-      streams, [&](auto& stream, int thread) { compute_keys<kColumns>(stream, p, thread); },
+      streams, [&](auto& stream, int thread) { compute_keys<kColumns>(stream, p, maps, thread); },
       [&](auto& stream, int lane) { copy_for_keys<kColumns>(stream, p, maps, lane); });
 }
 

@@ -17,7 +17,11 @@ const char* launch_columns(const Params& p, cudaStream_t stream) {
   if (!encode_blocks(&query_maps.out, p.out, p, p.heads, p.seq_q)) return "no tensor map for out";
   if (!encode_blocks(&query_maps.k, p.k, p, p.kv_heads, p.seq_kv)) return "no tensor map for k";
   if (!encode_blocks(&query_maps.v, p.v, p, p.kv_heads, p.seq_kv)) return "no tensor map for v";
-  const KeyMaps key_maps{query_maps.q, query_maps.dout, query_maps.k, query_maps.v};
+  if (!encode_blocks(&query_maps.dq, p.dq, p, p.heads, p.seq_q)) return "no tensor map for dq";
+  KeyMaps key_maps{
+      .q = query_maps.q, .dout = query_maps.dout, .k = query_maps.k, .v = query_maps.v, .dk = {}, .dv = {}};
+  if (!encode_blocks(&key_maps.dk, p.dk, p, p.kv_heads, p.seq_kv)) return "no tensor map for dk";
+  if (!encode_blocks(&key_maps.dv, p.dv, p, p.kv_heads, p.seq_kv)) return "no tensor map for dv";
   constexpr int kQueryBytes = sizeof(QueryStream<kColumns>[kStreams]),
                 kKeyBytes = sizeof(KeyStream<kColumns>[kStreams]);
   static_assert(kQueryBytes <= kMaxSharedBytes && kKeyBytes <= kMaxSharedBytes);

@@ -1,6 +1,6 @@
 // dq, by blocks of queries: dS = P (dout . values - delta), dq += dS . keys. Also what the other kernel needs of each
 // row. Through a stream's ring go a block of queries, of dout and of out, then keys and values of each listed block in
-// turn, then a mark without data.
+// turn, then a mark, whose tile takes dq on its way to memory.
 #pragma once
 
 #include "sm90/math.cuh"
@@ -23,7 +23,7 @@ struct QueryStream {
 };
 
 struct QueryMaps {
-  CUtensorMap q, dout, out, k, v;
+  CUtensorMap q, dout, out, k, v, dq;
 };
 
 template <int kColumns>
@@ -48,6 +48,7 @@ __device__ __forceinline__ void copy_for_queries(QueryStream<kColumns>& shared, 
     __syncwarp();
     ring.advance();
   };
+  mark();  // as if a list had ended
   for (;;) {
     const int index = take(&p.taken[0], lane);
     if (index >= p.batch * p.heads * p.q_blocks) break;
@@ -72,7 +73,8 @@ __device__ __forceinline__ void copy_for_queries(QueryStream<kColumns>& shared, 
 }
 
 template <int kColumns>
-__device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, const Params& p, int thread) {
+__device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, const Params& p, const QueryMaps& maps,
+                                                int thread) {
   using namespace cute;
   constexpr int kSlots = QueryStream<kColumns>::kSlots;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
@@ -105,12 +107,16 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
     }
     warpgroup_commit_batch();
   };
+  wait_full();
+  ring.advance();  // always one behind a mark
   for (;;) {
     wait_full();
     if (shared.keys[ring.slot] == 0) break;  // no further block of queries
     const int index = shared.items[ring.slot];
     const int first_slot = ring.slot;
     load_operand(r_q);
+    if (thread == 0) tma_store_wait_read();
+    arrive(&shared.empty[(first_slot + kSlots - 1) % kSlots]);  // the mark, from which the last dq has gone
     ring.advance();
     wait_full();
     load_operand(r_dout);
@@ -191,13 +197,14 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       arrive(&shared.empty[key_slot]);
     }
     if (releases_queries) release_queries();
-    arrive(&shared.empty[ring.slot]);
-    ring.advance();
     use_operand(r_q);
     use_operand(r_dout);
-    store_block(p.dq, item.batch, item.head, item.block * kBlock, p.seq_q - item.block * kBlock, r_dq, p.sm_scale,
-                thread);
+#pragma unroll
+    for (int i = 0; i < r_dq.size(); ++i) r_dq(i) *= p.sm_scale;
+    store_block<kColumns>(&maps.dq, shared.tiles[ring.slot], item.head, item.block * kBlock, item.batch, r_dq, thread);
+    ring.advance();
   }
+  if (thread == 0) tma_store_wait_read();
 }
 
 template <int kColumns>
@@ -211,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   run_roles(
-      streams, [&](auto& stream, int thread) { compute_queries<kColumns>(stream, p, thread); },
+      streams, [&](auto& stream, int thread) { compute_queries<kColumns>(stream, p, maps, thread); },
       [&](auto& stream, int lane) { copy_for_queries<kColumns>(stream, p, maps, lane); });
 }
 

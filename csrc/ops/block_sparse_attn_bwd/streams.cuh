@@ -38,23 +38,6 @@ __device__ __forceinline__ void to_operand(const Scores& r_s, Fragment& r_operan
   for (int i = 0; i < r_s.size() / 2; ++i) pairs[i] = pack_bf16(r_s(2 * i), r_s(2 * i + 1));
 }
 
-// Rows of a block's accumulators, scaled and rounded, to the `count` rows from `position` on.
-template <class Accumulators>
-__device__ __forceinline__ void store_block(const Heads& to, int batch, int head, int position, int count,
-                                            const Accumulators& r_sum, float scale, int thread) {
-  const int lane = thread % kWarpThreads;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = thread / kWarpThreads * 16 + lane / 4 + 8 * r;
-    if (row >= count) continue;
-    uint32_t* g_row = static_cast<uint32_t*>(to.data) + to.offset(batch, head, position + row) / 2;
-#pragma unroll
-    for (int i = 2 * r; i < r_sum.size(); i += 4) {
-      g_row[i / 4 * 4 + lane % 4] = pack_bf16(r_sum(i) * scale, r_sum(i + 1) * scale);
-    }
-  }
-}
-
 // One role a warpgroup: compute(stream, thread) or copy(stream, lane).
 template <class Streams, class Compute, class Copy>
 __device__ __forceinline__ void run_roles(Streams& streams, const Compute& compute, const Copy& copy) {

@@ -271,17 +271,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
       }
       continue;
     }
-    store_accumulators<kColumns>(shared_address(s_out), r_out, thread);
-    fence_async_proxy();
-    sync_warpgroup(own_barrier());
-    if (thread == 0) {
-#pragma unroll
-      for (int chunk = 0; chunk < kColumns / kChunkColumns; ++chunk) {
-        tma_store(&out_map, s_out + chunk * kChunkElements,
-                  {chunk * kChunkColumns, mark.head, 0, mark.block * kBlock, mark.batch});
-      }
-      tma_store_commit();
-    }
+    store_block<kColumns>(&out_map, s_out, mark.head, mark.block * kBlock, mark.batch, r_out, thread);
     if (lane % 4 == 0) {
       float* g_lse = p.lse + (static_cast<int64_t>(mark.batch) * p.heads + mark.head) * p.seq_q;
       for (int r = 0; r < 2; ++r) {

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "ops/block_sparse/lists.cuh"
+#include "ops/block_sparse/operands.cuh"
 #include "params.h"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
@@ -288,18 +289,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       sync_warpgroup(1);
     }
     // The last item's copy has been waited for; its place, or that of the parts, is now free.
-    Bf16* s_out = shared.out[group];
-    store_accumulators<kColumns>(shared_address(s_out), r_out, thread);
-    fence_async_proxy();
-    sync_warpgroup(1 + group);
-    if (thread == 0) {
-#pragma unroll
-      for (int chunk = 0; chunk < kColumns / kChunkColumns; ++chunk) {
-        tma_store(&out_map, s_out + chunk * kChunkElements,
-                  {chunk * kChunkColumns, item.head, 0, block * kBlock, item.batch});
-      }
-      tma_store_commit();
-    }
+    store_block<kColumns>(&out_map, shared.out[group], item.head, block * kBlock, item.batch, r_out, thread);
   }
   if (thread == 0) tma_store_wait_read();
 }
