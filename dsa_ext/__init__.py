@@ -4,6 +4,7 @@ from dsa_ext import nn as nn
 from dsa_ext import ops as ops
 from dsa_ext._native import __version__, build_info
 from dsa_ext.functional import (
+    act_quant,
     attn_dist,
     block_select,
     block_sparse_attn,
@@ -20,6 +21,7 @@ from dsa_ext.functional import (
 
 __all__ = [
     "__version__",
+    "act_quant",
     "attn_dist",
     "block_select",
     "block_sparse_attn",

@@ -2,6 +2,7 @@
 
 from dsa_ext import ops as ops  # registers torch.ops.dsa.*
 from dsa_ext.functional.block_sparse import block_select, block_sparse_attn, coarse_attn, gated_fusion
+from dsa_ext.functional.fp8 import act_quant
 from dsa_ext.functional.indexer import (
     indexer_dense_loss,
     indexer_logits,
@@ -13,6 +14,7 @@ from dsa_ext.functional.indexer import (
 from dsa_ext.functional.sparse_mla import attn_dist, sparse_mla
 
 __all__ = [
+    "act_quant",
     "attn_dist",
     "block_select",
     "block_sparse_attn",

@@ -1,6 +1,7 @@
 """The operators `torch.ops.dsa.*`: importing this package registers them."""
 
 from dsa_ext.ops import (
+    act_quant,
     attn_dist,
     block_select,
     block_sparse_attn_bwd,
@@ -21,6 +22,7 @@ from dsa_ext.ops import (
 )
 
 __all__ = [
+    "act_quant",
     "attn_dist",
     "block_select",
     "block_sparse_attn_bwd",

@@ -3,6 +3,7 @@
 from dsa_ext.reference.block_select import block_select
 from dsa_ext.reference.block_sparse import block_sparse_attn_bwd, block_sparse_attn_fwd
 from dsa_ext.reference.coarse_attn import coarse_attn_fwd
+from dsa_ext.reference.fp8 import act_quant
 from dsa_ext.reference.gated_fusion import gated_fusion_bwd, gated_fusion_fwd
 from dsa_ext.reference.indexer import (
     indexer_logits,
@@ -16,6 +17,7 @@ from dsa_ext.reference.indexer import (
 from dsa_ext.reference.sparse_mla import attn_dist, sparse_mla_bwd, sparse_mla_fwd
 
 __all__ = [
+    "act_quant",
     "attn_dist",
     "block_select",
     "block_sparse_attn_bwd",
