@@ -1,7 +1,10 @@
-"""Quantisation to fp8."""
+"""Quantisation to fp8, and the product of such matrices."""
 
 import torch
 from torch import Tensor
+
+from dsa_ext import reference
+from dsa_ext.ops._checks import check_tensor, describe, fail
 
 
 def act_quant(x: Tensor, block: int = 128, round_scale: bool = False) -> tuple[Tensor, Tensor]:
@@ -30,4 +33,49 @@ def act_quant(x: Tensor, block: int = 128, round_scale: bool = False) -> tuple[T
             came. Also when a GPU has no kernel.
     """
     result: tuple[Tensor, Tensor] = torch.ops.dsa.act_quant.default(x, block, round_scale)
+    return result
+
+
+def prepare_weight(w: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
+    """A weight as fp8 numbers with a scale for each block of 128 x 128, as :func:`fp8_gemm` takes it.
+
+    The formula is that of :func:`act_quant`, amax of a block's elements. Done once a weight, in PyTorch.
+
+    Args:
+        w: [N, K], bf16 or fp32; K is a multiple of 128.
+        round_scale: round scales up to powers of two.
+
+    Returns:
+        b [N, K], float8_e4m3fn, and b_s [ceil(N / 128), K / 128], fp32, a view of rows that are a multiple of 4 long.
+
+    Raises:
+        RuntimeError: w breaks one of these rules.
+    """
+    check_tensor("prepare_weight", "w", w, (torch.bfloat16, torch.float32), N=None, K=None)
+    if w.shape[1] % reference.fp8.BLOCK != 0:
+        fail("prepare_weight", f"w's columns must be a multiple of {reference.fp8.BLOCK}, got {describe(w)}")
+    return reference.prepare_weight(w.detach(), round_scale)
+
+
+def fp8_gemm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
+    """The product of a and b transposed, fp8 matrices with block scales.
+
+    ::
+
+        out_mn = sum_k a_s[m, k // 128] * b_s[n // 128, k // 128] * a_mk * b_nk
+
+    accumulated in fp32, scaled every 128 columns.
+
+    Args:
+        a, a_s: [M, K], float8_e4m3fn, and [M, K / 128], fp32, from :func:`act_quant`; K is a multiple of 128.
+        b, b_s: [N, K], float8_e4m3fn, and [ceil(N / 128), K / 128], fp32, from :func:`prepare_weight`.
+
+    Returns:
+        [M, N], bf16. It has no gradient.
+
+    Raises:
+        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
+            came. Also when a GPU has no kernel.
+    """
+    result: Tensor = torch.ops.dsa.fp8_gemm.default(a, a_s, b, b_s)
     return result

@@ -1,6 +1,9 @@
-"""Modules made of the operators: the lightning indexer, sparse latent attention, block-sparse attention for video."""
+"""Modules made of the operators: the lightning indexer, sparse latent attention, block-sparse attention for video,
+hyper-connections, linear layers in fp8."""
 
 from dsa_ext.nn.block_sparse import BlockKVCache, BlockSizes, BlockSparseAttention
+from dsa_ext.nn.fp8_linear import FP8Linear
+from dsa_ext.nn.hyper_connection import HyperConnection
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer
 from dsa_ext.nn.rotary import apply_rope
 from dsa_ext.nn.sparse_mla import Phase, SparseMLA, SparseMLAOutput
@@ -9,6 +12,8 @@ __all__ = [
     "BlockKVCache",
     "BlockSizes",
     "BlockSparseAttention",
+    "FP8Linear",
+    "HyperConnection",
     "IndexerTensors",
     "LightningIndexer",
     "Phase",

@@ -3,7 +3,7 @@
 from dsa_ext.reference.block_select import block_select
 from dsa_ext.reference.block_sparse import block_sparse_attn_bwd, block_sparse_attn_fwd
 from dsa_ext.reference.coarse_attn import coarse_attn_fwd
-from dsa_ext.reference.fp8 import act_quant
+from dsa_ext.reference.fp8 import act_quant, fp8_gemm, prepare_weight
 from dsa_ext.reference.gated_fusion import gated_fusion_bwd, gated_fusion_fwd
 from dsa_ext.reference.indexer import (
     indexer_logits,
@@ -14,6 +14,7 @@ from dsa_ext.reference.indexer import (
     indexer_topk,
     topk_select,
 )
+from dsa_ext.reference.mhc import mhc_post, mhc_post_bwd, mhc_pre_bwd, mhc_pre_fwd
 from dsa_ext.reference.sparse_mla import attn_dist, sparse_mla_bwd, sparse_mla_fwd
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "block_sparse_attn_bwd",
     "block_sparse_attn_fwd",
     "coarse_attn_fwd",
+    "fp8_gemm",
     "gated_fusion_bwd",
     "gated_fusion_fwd",
     "indexer_logits",
@@ -31,6 +33,11 @@ __all__ = [
     "indexer_scores",
     "indexer_scores_bwd",
     "indexer_topk",
+    "mhc_post",
+    "mhc_post_bwd",
+    "mhc_pre_bwd",
+    "mhc_pre_fwd",
+    "prepare_weight",
     "sparse_mla_bwd",
     "sparse_mla_fwd",
     "topk_select",

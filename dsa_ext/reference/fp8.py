@@ -1,4 +1,4 @@
-"""Quantisation to fp8 with a scale for each block of columns, in plain PyTorch, on any device."""
+"""Quantisation to fp8 with a scale for each block, and the product of such matrices, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -13,11 +13,33 @@ SMALLEST = 1e-4
 def act_quant(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     """See :func:`dsa_ext.act_quant`."""
     blocks = x.float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    scales = blocks.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
-    if round_scale:
-        scales = next_power_of_two(scales)
-    y = (blocks / scales[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    scales = _scales(blocks.abs().amax(-1), round_scale)
+    y = _quotients(blocks, scales[..., None])
     return y.flatten(-2).contiguous(), scales.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def prepare_weight(w: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
+    """See :func:`dsa_ext.prepare_weight`."""
+    rows, columns = w.shape
+    row_blocks, column_blocks = -(-rows // BLOCK), columns // BLOCK
+    blocks = torch.nn.functional.pad(w.float(), (0, 0, 0, row_blocks * BLOCK - rows))
+    blocks = blocks.view(row_blocks, BLOCK, column_blocks, BLOCK)
+    scales = _scales(blocks.abs().amax((1, 3)), round_scale)
+    b = _quotients(blocks, scales[:, None, :, None]).view(row_blocks * BLOCK, columns)[:rows].contiguous()
+    padded = scales.new_zeros(row_blocks, -(-column_blocks // 4) * 4)
+    return b, padded[:, :column_blocks].copy_(scales)
+
+
+def fp8_gemm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
+    """See :func:`dsa_ext.fp8_gemm`."""
+    rows = b_s.repeat_interleave(BLOCK, 0)[: b.shape[0]]
+    return (dequantize(a, a_s) @ dequantize(b, rows).mT).bfloat16()
+
+
+def dequantize(y: Tensor, scales: Tensor) -> Tensor:
+    """y * scales in fp32 [.., N]: the reverse of act_quant."""
+    blocks: Tensor = y.float().unflatten(-1, (y.shape[-1] // BLOCK, BLOCK)) * scales[..., None]
+    return blocks.flatten(-2)
 
 
 def next_power_of_two(x: Tensor) -> Tensor:
@@ -26,7 +48,10 @@ def next_power_of_two(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), exponent_bits.view(torch.float32), x)
 
 
-def dequantize(y: Tensor, scales: Tensor) -> Tensor:
-    """y * scales in fp32 [.., N]."""
-    blocks: Tensor = y.float().unflatten(-1, (y.shape[-1] // BLOCK, BLOCK)) * scales[..., None]
-    return blocks.flatten(-2)
+def _scales(largest: Tensor, round_scale: bool) -> Tensor:
+    scales = largest.clamp(min=SMALLEST) / LARGEST
+    return next_power_of_two(scales) if round_scale else scales
+
+
+def _quotients(blocks: Tensor, scales: Tensor) -> Tensor:
+    return (blocks / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

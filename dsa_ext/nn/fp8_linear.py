@@ -1,0 +1,43 @@
+"""A linear layer whose weight is fp8."""
+
+import torch
+from torch import Tensor, nn
+
+from dsa_ext import functional
+from dsa_ext.reference.fp8 import BLOCK
+
+
+class FP8Linear(nn.Module):
+    """`nn.Linear` for inference with weight and input in fp8: both with block scales, see :func:`dsa_ext.fp8_gemm`.
+
+    Buffers: `weight` [out_features, in_features], float8_e4m3fn; `weight_scale` [ceil(out_features / 128),
+    in_features / 128], its rows padded to a multiple of 4; `bias` [out_features], bf16, or None.
+
+    Args:
+        linear: what it is made of. in_features is a multiple of 128.
+        round_scale: whether the scales of weight and input are powers of two.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear, *, round_scale: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.round_scale = linear.in_features, linear.out_features, round_scale
+        weight, scale = functional.prepare_weight(linear.weight.float(), round_scale)
+        self.register_buffer("weight", weight)
+        # With its padding, which a copy to another device would drop from a view.
+        self.register_buffer("weight_scale", scale.as_strided((scale.shape[0], scale.stride(0)), scale.stride()))
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., in_features], bf16 or fp32, to [.., out_features], bf16."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError("FP8Linear: it has no gradients, call under torch.no_grad()")
+        rows, scales = functional.act_quant(x.reshape(-1, self.in_features), round_scale=self.round_scale)
+        weight_scale = self.weight_scale[:, : self.in_features // BLOCK]
+        out = functional.fp8_gemm(rows, scales, self.weight, weight_scale)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*x.shape[:-1], self.out_features)

@@ -1,0 +1,69 @@
+"""A layer between the streams of a hyper-connection."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsa_ext import functional
+
+#: How much of what a token says counts at first.
+_ALPHA = 0.01
+#: Of a stream for another, at first: with weight exp of this, none to speak of.
+_OFF_DIAGONAL = -8.0
+
+
+class HyperConnection(nn.Module):
+    """Wraps a layer in the place of a residual connection: n streams instead of one, mixed as each token says.
+
+    ::
+
+        h_in, h_post, h_res = mhc_pre(x)
+        x' = mhc_post(x, layer(h_in), h_post, h_res)
+
+    (Manifold-constrained hyper-connections, see :func:`dsa_ext.mhc_pre` and :func:`dsa_ext.mhc_post`.) At first it is
+    nearly a residual connection for each stream: the layer reads their mean, its result is added to all, and streams
+    keep to themselves. In front of the first such layer a stream becomes n, ``x[:, :, None].expand(-1, -1, n, -1)``;
+    behind the last one ``x.mean(2)`` makes one of them.
+
+    Parameters, fp32 whatever the dtype of the layer: `phi` [n * n + 2 n, n * hidden_size], `alpha` [3], `bias`
+    [n * n + 2 n], `gamma` [n * hidden_size].
+
+    Args:
+        layer: takes [B, S, hidden_size], and gives as much.
+        hidden_size: columns of a stream, a multiple of 128.
+        streams: n, 2, 4 or 8.
+        iterations: how often columns and rows of the mixing weights are normalised.
+        eps: of the root mean square, and the least weight of a stream in h_in.
+        dtype: of the parameters; float64 for streams of float64.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        hidden_size: int,
+        streams: int = 4,
+        *,
+        iterations: int = 20,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.layer, self.iterations, self.eps = layer, iterations, eps
+        columns = streams * hidden_size
+        res = torch.full((streams, streams), _OFF_DIAGONAL).fill_diagonal_(0)
+        pre, post = torch.full((streams,), -math.log(streams - 1)), torch.zeros(streams)  # 1 / n, and 1
+        bias = torch.cat([pre, post, res.flatten()])
+        self.phi = nn.Parameter(torch.empty(len(bias), columns, device=device, dtype=dtype))
+        nn.init.normal_(self.phi, std=columns**-0.5)
+        self.alpha = nn.Parameter(torch.full((3,), _ALPHA, device=device, dtype=dtype))
+        self.bias = nn.Parameter(bias.to(device, dtype))
+        self.gamma = nn.Parameter(torch.ones(columns, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Streams [B, S, n, hidden_size] to streams; what else comes goes to the layer."""
+        h_in, h_post, h_res = functional.mhc_pre(x, self.phi, self.alpha, self.bias, self.gamma, self.eps)
+        y = self.layer(h_in, *args, **kwargs)
+        return functional.mhc_post(x, y, h_post, h_res, self.iterations)
