@@ -17,10 +17,7 @@ library.define(
     "fp8_gemm(Tensor a, Tensor a_s, Tensor b, Tensor b_s) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-#: The kernel of decoding, which streams b once; b's rows may be of any number.
-library.define("_fp8_gemm_few_rows(Tensor a, Tensor a_s, Tensor b, Tensor b_s) -> Tensor")
-explain_missing_cuda("_fp8_gemm_few_rows")
-_FEW_ROWS = 64
+explain_missing_cuda(_OP)
 
 
 def _check(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> None:
@@ -40,34 +37,12 @@ def _cpu(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
     return reference.fp8_gemm(a, a_s, b, b_s)
 
 
-def _cuda(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
-    """cuBLASLt's product for many rows, and the kernel for few ones, or where that cannot be."""
-    _check(a, a_s, b, b_s)
-    if a.shape[0] <= _FEW_ROWS:
-        return torch.ops.dsa._fp8_gemm_few_rows.default(a, a_s, b, b_s)
-    if b.shape[0] % 16 != 0:
-        parts = zip(a.split(_FEW_ROWS), a_s.split(_FEW_ROWS), strict=True)
-        return torch.cat([torch.ops.dsa._fp8_gemm_few_rows.default(*part, b, b_s) for part in parts])
-    if torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
-        fail(_OP, f"more than {_FEW_ROWS} rows need a torch for CUDA 12.9 or later, got {torch.version.cuda}")
-    types = torch.nn.functional.ScalingType
-    rows, blocks = a_s.shape
-    if a_s.stride() != (1, rows):
-        a_s = a_s.mT.contiguous().mT
-    if b_s.stride() != (-(-blocks // 4) * 4, 1):
-        b_s = torch.nn.functional.pad(b_s, (0, -blocks % 4))[:, :blocks]
-    scales = (a_s, types.BlockWise1x128, b_s.mT, types.BlockWise128x128)
-    out: Tensor = torch.nn.functional.scaled_mm(a.contiguous(), b.contiguous().mT, *scales, output_dtype=torch.bfloat16)
-    return out
-
-
 def _fake(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
     _check(a, a_s, b, b_s)
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
 
 
 library.impl(_OP, _cpu, "CPU")
-library.impl(_OP, _cuda, "CUDA")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 without_gradient(_OP)
 
