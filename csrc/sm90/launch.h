@@ -31,9 +31,6 @@ struct Grid {
 // What a kernel may use without being asked for; more must be the same at each launch.
 inline constexpr int kSharedBytesByDefault = 48 * 1024, kMaxSharedBytes = 227 * 1024;
 
-// A cluster of more CTAs asks for leave, and fits on some chips only.
-inline constexpr unsigned kPortableCluster = 8;
-
 // Launches `kKernel` on `device`, which is current. Returns null, or a text that says what failed.
 template <auto kKernel, class... Args>
 const char* launch_kernel(int device, Grid grid, dim3 threads, int shared_bytes, cudaStream_t stream,
@@ -46,9 +43,6 @@ const char* launch_kernel(int device, Grid grid, dim3 threads, int shared_bytes,
     cudaError_t error = cudaSuccess;
     if (shared_bytes > kSharedBytesByDefault) {
       error = cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    }
-    if (error == cudaSuccess && grid.cluster > kPortableCluster) {
-      error = cudaFuncSetAttribute(symbol, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     }
     if (error == cudaSuccess) error = cudaGetFuncBySymbol(&function, symbol);
     if (error != cudaSuccess) return cudaGetErrorString(error);
