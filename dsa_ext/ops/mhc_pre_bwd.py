@@ -34,7 +34,7 @@ def _check(
     inv_rms: Tensor,
     h_mix: Tensor,
     h_pre: Tensor,
-    eps: float,
+    eps: float = 1e-6,
 ) -> None:
     check_pre(_OP, x, phi, alpha, gamma)
     check_eps(_OP, eps)
@@ -53,40 +53,14 @@ def _check(
     )
 
 
-def _cpu(
-    dh_in: Tensor,
-    dh_post: Tensor,
-    dh_res: Tensor,
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    gamma: Tensor | None,
-    h_post: Tensor,
-    inv_rms: Tensor,
-    h_mix: Tensor,
-    h_pre: Tensor,
-    eps: float = 1e-6,
-) -> _Results:
-    args = (dh_in, dh_post, dh_res, x, phi, alpha, gamma, h_post, inv_rms, h_mix, h_pre, eps)
+def _cpu(*args: Any) -> _Results:
     _check(*args)
     return reference.mhc_pre_bwd(*args)
 
 
-def _fake(
-    dh_in: Tensor,
-    dh_post: Tensor,
-    dh_res: Tensor,
-    x: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    gamma: Tensor | None,
-    h_post: Tensor,
-    inv_rms: Tensor,
-    h_mix: Tensor,
-    h_pre: Tensor,
-    eps: float = 1e-6,
-) -> _Results:
-    _check(dh_in, dh_post, dh_res, x, phi, alpha, gamma, h_post, inv_rms, h_mix, h_pre, eps)
+def _fake(*args: Any) -> _Results:
+    _check(*args)
+    x, phi, _, gamma = args[3:7]
     dgamma = phi.new_empty(0 if gamma is None else phi.shape[1])
     return x.new_empty(x.shape), phi.new_empty(phi.shape), phi.new_empty(3), phi.new_empty(phi.shape[0]), dgamma
 
