@@ -337,6 +337,13 @@ def test_module() -> None:
         assert leaf.grad.abs().sum() > 0, name
 
 
+def test_errors_of_the_module() -> None:
+    with pytest.raises(ValueError, match="HyperConnection: streams must be 2, 4 or 8, got 1"):
+        HyperConnection(torch.nn.Identity(), D, 1)
+    with pytest.raises(ValueError, match="HyperConnection: hidden_size must be a multiple of 128, got 100"):
+        HyperConnection(torch.nn.Identity(), 100)
+
+
 def test_streams_learn_what_one_cannot() -> None:
     """To remember an earlier layer's input beside what came after: the gates learn to keep streams apart."""
     torch.manual_seed(0)

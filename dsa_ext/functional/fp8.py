@@ -14,12 +14,11 @@ def act_quant(x: Tensor, block: int = 128, round_scale: bool = False) -> tuple[T
 
         s = max(amax |x|, 1e-4) / 448,    y = e4m3(x / s)
 
-    in fp32, rounded to nearest even, for the kernel as for the CPU: they agree bit by bit. (The formula is that of
-    DeepSeek-V3's activations.) A block with a NaN has s = NaN, and NaN everywhere.
+    in fp32, rounded to nearest even. (The formula is that of DeepSeek-V3's activations.) A block with a NaN has
+    s = NaN, and NaN everywhere.
 
     Args:
-        x: [..., N], bf16 or fp32, in any strides; N is a multiple of 128. What is not rows 16-byte aligned and evenly
-            apart is copied first.
+        x: [..., N], bf16 or fp32, in any strides; N is a multiple of 128.
         block: columns that share a scale; 128.
         round_scale: round s up to a power of two, which ue8m0 can hold.
 
@@ -64,7 +63,7 @@ def fp8_gemm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
 
         out_mn = sum_k a_s[m, k // 128] * b_s[n // 128, k // 128] * a_mk * b_nk
 
-    accumulated in fp32, scaled every 128 columns.
+    accumulated in fp32.
 
     Args:
         a, a_s: [M, K], float8_e4m3fn, and [M, K / 128], fp32, from :func:`act_quant`; K is a multiple of 128.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
+from dsa_ext.ops._mhc import STREAMS
 
 #: How much of what a token says counts at first.
 _ALPHA = 0.01
@@ -51,6 +52,10 @@ class HyperConnection(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        if streams not in STREAMS:
+            raise ValueError(f"HyperConnection: streams must be 2, 4 or 8, got {streams}")
+        if hidden_size < 1 or hidden_size % 128 != 0:
+            raise ValueError(f"HyperConnection: hidden_size must be a multiple of 128, got {hidden_size}")
         self.layer, self.iterations, self.eps = layer, iterations, eps
         columns = streams * hidden_size
         res = torch.full((streams, streams), _OFF_DIAGONAL).fill_diagonal_(0)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsa_ext.ops._checks import check_same_device, check_tensor, differentiable_dtype, fail
 
-_STREAMS = (2, 4, 8)
+STREAMS = (2, 4, 8)
 _MAX_COLUMNS = 8192
 
 
@@ -16,7 +16,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 def check_streams(op: str, x: Tensor) -> None:
     check_tensor(op, "x", x, differentiable_dtype(x), B=None, S=None, n=None, D=None)
-    if x.shape[2] not in _STREAMS:
+    if x.shape[2] not in STREAMS:
         fail(op, f"x must have 2, 4 or 8 streams, got {x.shape[2]}")
     if x.shape[3] % 128 != 0 or not 0 < x.shape[3] <= _MAX_COLUMNS:
         fail(op, f"x's columns must be a multiple of 128, at most {_MAX_COLUMNS}, got {x.shape[3]}")
