@@ -31,51 +31,96 @@ struct Grid {
 // What a kernel may use without being asked for; more must be the same at each launch.
 inline constexpr int kSharedBytesByDefault = 48 * 1024, kMaxSharedBytes = 227 * 1024;
 
+inline constexpr int kMaxDevices = 64;       // for which something is remembered
+inline constexpr unsigned kMaxCluster = 16;  // of CTAs, more than 8 where the device has room for them
+
+// What the driver wants to know of a launch.
+struct LaunchConfig {
+  CUlaunchAttribute attributes[2]{};
+  CUlaunchConfig config;
+
+  LaunchConfig(Grid grid, dim3 threads, int shared_bytes, cudaStream_t stream)
+      : config{
+            .gridDimX = grid.ctas,
+            .gridDimY = 1,
+            .gridDimZ = 1,
+            .blockDimX = threads.x,
+            .blockDimY = threads.y,
+            .blockDimZ = threads.z,
+            .sharedMemBytes = static_cast<unsigned>(shared_bytes),
+            .hStream = stream,
+            .attrs = attributes,
+            .numAttrs = 0,
+        } {
+    if (grid.cluster > 1) {
+      auto& attribute = attributes[config.numAttrs++];
+      attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+      attribute.value.clusterDim = {grid.cluster, 1, 1};
+    }
+    if (grid.starts_early) {
+      auto& attribute = attributes[config.numAttrs++];
+      attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+      attribute.value.programmaticStreamSerializationAllowed = 1;
+    }
+  }
+  LaunchConfig(const LaunchConfig&) = delete;  // `config` points to `attributes`
+};
+
+// `kKernel` as the driver knows it, loaded once a device, and with leave for what it asks for. Null, or a text that
+// says what failed.
+template <auto kKernel>
+const char* load_kernel(int device, bool in_clusters, int shared_bytes, cudaFunction_t* function) {
+  static std::array<std::atomic<cudaFunction_t>, kMaxDevices> loaded{};
+  *function = loaded[device % kMaxDevices].load(std::memory_order_relaxed);
+  if (*function != nullptr) return nullptr;
+  const auto symbol = reinterpret_cast<const void*>(kKernel);
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > kSharedBytesByDefault) {
+    error = cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  }
+  if (error == cudaSuccess && in_clusters) {
+    error = cudaFuncSetAttribute(symbol, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (error == cudaSuccess) error = cudaGetFuncBySymbol(function, symbol);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  loaded[device % kMaxDevices].store(*function, std::memory_order_relaxed);
+  return nullptr;
+}
+
 // Launches `kKernel` on `device`, which is current. Returns null, or a text that says what failed.
 template <auto kKernel, class... Args>
 const char* launch_kernel(int device, Grid grid, dim3 threads, int shared_bytes, cudaStream_t stream,
                           const Args&... args) {
-  constexpr int kMaxDevices = 64;
-  static std::array<std::atomic<cudaFunction_t>, kMaxDevices> loaded{};
-  cudaFunction_t function = loaded[device % kMaxDevices].load(std::memory_order_relaxed);
-  if (function == nullptr) {
-    const auto symbol = reinterpret_cast<const void*>(kKernel);
-    cudaError_t error = cudaSuccess;
-    if (shared_bytes > kSharedBytesByDefault) {
-      error = cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    }
-    if (error == cudaSuccess) error = cudaGetFuncBySymbol(&function, symbol);
-    if (error != cudaSuccess) return cudaGetErrorString(error);
-    loaded[device % kMaxDevices].store(function, std::memory_order_relaxed);
-  }
+  cudaFunction_t function;
+  const char* error = load_kernel<kKernel>(device, grid.cluster > 1, shared_bytes, &function);
+  if (error != nullptr) return error;
   static const auto launch = driver_function<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
   if (launch == nullptr) return "the driver has no cuLaunchKernelEx";
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
-  CUlaunchAttribute attributes[2]{};
-  unsigned count = 0;
-  if (grid.cluster > 1) {
-    attributes[count].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    attributes[count++].value.clusterDim = {grid.cluster, 1, 1};
-  }
-  if (grid.starts_early) {
-    attributes[count].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attributes[count++].value.programmaticStreamSerializationAllowed = 1;
-  }
-  const CUlaunchConfig config{
-      .gridDimX = grid.ctas,
-      .gridDimY = 1,
-      .gridDimZ = 1,
-      .blockDimX = threads.x,
-      .blockDimY = threads.y,
-      .blockDimZ = threads.z,
-      .sharedMemBytes = static_cast<unsigned>(shared_bytes),
-      .hStream = stream,
-      .attrs = attributes,
-      .numAttrs = count,
-  };
-  const CUresult result = launch(&config, function, pointers, nullptr);
+  const LaunchConfig launched(grid, threads, shared_bytes, stream);
+  const CUresult result = launch(&launched.config, function, pointers, nullptr);
   // The runtime's error codes are the driver's.
   return result == CUDA_SUCCESS ? nullptr : cudaGetErrorString(static_cast<cudaError_t>(result));
+}
+
+// How many clusters of `cluster` CTAs the device runs at once. Returns null, or a text that says what failed.
+template <auto kKernel>
+const char* count_clusters(int device, unsigned cluster, dim3 threads, int shared_bytes, int* clusters) {
+  cudaFunction_t function;
+  const char* error = load_kernel<kKernel>(device, true, shared_bytes, &function);
+  if (error != nullptr) return error;
+  static std::array<std::array<std::atomic<int>, kMaxCluster + 1>, kMaxDevices> counted{};
+  auto& known = counted[device % kMaxDevices][cluster];
+  *clusters = known.load(std::memory_order_relaxed);
+  if (*clusters > 0) return nullptr;
+  static const auto count = driver_function<decltype(&cuOccupancyMaxActiveClusters)>("cuOccupancyMaxActiveClusters");
+  if (count == nullptr) return "the driver has no cuOccupancyMaxActiveClusters";
+  const LaunchConfig launched(Grid(cluster, cluster), threads, shared_bytes, nullptr);
+  const CUresult result = count(clusters, function, &launched.config);
+  if (result != CUDA_SUCCESS) return cudaGetErrorString(static_cast<cudaError_t>(result));
+  if (*clusters == 0) return "the device has no room for a cluster of this kernel";
+  known.store(*clusters, std::memory_order_relaxed);
+  return nullptr;
 }
 
 }  // namespace dsa::sm90

@@ -44,6 +44,21 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, c
       : "memory");
 }
 
+// The same for what nobody else will read: it makes room in L2 for others (evict_first) instead of pushing them out.
+__device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap* map, const HeadTile& at,
+                                              uint64_t* barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], policy;\n"
+      "}\n" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(at.column), "r"(at.head), "r"(at.group), "r"(at.position),
+      "r"(at.batch)
+      : "memory");
+}
+
 // cp.async.bulk.tensor.5d, shared to global; heads outside the map are not written
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* shared, const HeadTile& at) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),

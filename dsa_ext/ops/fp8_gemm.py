@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
-from dsa_ext.ops._checks import check_same_device, check_tensor, describe, fail
+from dsa_ext.ops._checks import check_rows_aligned, check_same_device, check_tensor, describe, fail
 from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
 from dsa_ext.reference.fp8 import BLOCK
 
@@ -17,7 +18,10 @@ library.define(
     "fp8_gemm(Tensor a, Tensor a_s, Tensor b, Tensor b_s) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-explain_missing_cuda(_OP)
+#: The kernel of decoding, which streams b once; b's rows may be of any number.
+library.define("_fp8_gemm_few_rows(Tensor a, Tensor a_s, Tensor b, Tensor b_s) -> Tensor")
+explain_missing_cuda("_fp8_gemm_few_rows")
+_FEW_ROWS = 64
 
 
 def _check(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> None:
@@ -37,12 +41,61 @@ def _cpu(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
     return reference.fp8_gemm(a, a_s, b, b_s)
 
 
+def _few_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
+    out: Tensor = torch.ops.dsa._fp8_gemm_few_rows.default(a, a_s, b, b_s)
+    return out
+
+
+def _cuda(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
+    """cuBLASLt's product for many rows, and the kernel for few ones, or where that cannot be."""
+    _check(a, a_s, b, b_s)
+    check_rows_aligned(_OP, a=a, b=b)
+    if a.shape[0] <= _FEW_ROWS:
+        return _few_rows(a, a_s, b, b_s)
+    if b.shape[0] % 16 != 0:
+        parts = zip(a.split(_FEW_ROWS), a_s.split(_FEW_ROWS), strict=True)
+        return torch.cat([_few_rows(*part, b, b_s) for part in parts])
+    return _many_rows(a, a_s, b, b_s)
+
+
+def _many_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
+    """cuBLASLt's product, which wants rows of a in fours, and scales in a layout of its own."""
+    if torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
+        fail(_OP, f"more than {_FEW_ROWS} rows need a torch for CUDA 12.9 or later, got {torch.version.cuda}")
+    rows, missing = a.shape[0], -a.shape[0] % 4
+    if missing:
+        a = pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
+        a_s = pad(a_s, (0, 0, 0, missing))
+    types = torch.nn.functional.ScalingType
+    out: Tensor = torch.nn.functional.scaled_mm(
+        a,
+        b.mT,
+        a_s.mT.contiguous().as_strided(a_s.shape, (1, a_s.shape[0])),
+        types.BlockWise1x128,
+        _in_fours(b_s).mT,
+        types.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return out[:rows]
+
+
+def _in_fours(b_s: Tensor) -> Tensor:
+    """Rows as prepare_weight has them in memory: with what is behind them, up to a multiple of 4."""
+    rows, blocks = b_s.shape
+    padded = -(-blocks // 4) * 4
+    end = b_s.storage_offset() + rows * padded
+    if b_s.stride() == (padded, 1) and end * b_s.element_size() <= b_s.untyped_storage().nbytes():
+        return b_s.as_strided((rows, padded), (padded, 1))
+    return pad(b_s, (0, padded - blocks)).contiguous()
+
+
 def _fake(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
     _check(a, a_s, b, b_s)
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
 
 
 library.impl(_OP, _cpu, "CPU")
+library.impl(_OP, _cuda, "CUDA")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 without_gradient(_OP)
 

@@ -15,7 +15,8 @@ def act_quant(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     blocks = x.float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
     scales = _scales(blocks.abs().amax(-1), round_scale)
     y = _quotients(blocks, scales[..., None])
-    return y.flatten(-2).contiguous(), scales.movedim(-1, 0).contiguous().movedim(0, -1)
+    rows_innermost = scales.new_empty(scales.shape[-1:] + scales.shape[:-1]).copy_(scales.movedim(-1, 0))
+    return y.flatten(-2).contiguous(), rows_innermost.movedim(0, -1)
 
 
 def prepare_weight(w: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,12 @@
 #include <cstdint>
 
 #include "config.h"
+#include "sm90/cluster.cuh"
 #include "sm90/mbarrier.cuh"
 
 namespace dsa::topk_select {
+
+using sm90::cluster_index, sm90::cluster_rank;
 
 template <class T, int kCount>
 struct Entries {
@@ -65,20 +68,6 @@ struct FilterStorage : SelectorStorage<Shape> {
 __device__ __forceinline__ int thread_index() {
   int r;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
-  return r;
-}
-
-// %clusterid.x; without clusters a CTA is its own
-__device__ __forceinline__ int cluster_index() {
-  int r;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(r));
-  return r;
-}
-
-// %cluster_ctarank
-__device__ __forceinline__ int cluster_rank() {
-  int r;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
 

@@ -1,0 +1,58 @@
+"""Times dsa::act_quant beside its peer; writes its results file and plot.
+
+Rows of bf16. TB/s count what is read and written once each. Every case is checked bit by bit against the reference
+before it is timed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from common import Case, drawing, grouped_bars, make_case, measure_ms, peer_figure, run
+
+from dsa_ext import reference
+
+OP = "act_quant"
+PEERS = {"8192x7168", "8192x2048"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One measurement."""
+
+    group: str
+    name: str
+    rows: int
+    columns: int
+
+
+def specs() -> Iterator[Spec]:
+    for rows in (64, 4096, 8192):
+        for columns in (1536, 2048, 7168):
+            yield Spec(f"{rows} rows", f"{rows}x{columns}", rows, columns)
+
+
+def measure(spec: Spec, _times: dict[str, float]) -> Case:
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(spec.rows, spec.columns, generator=generator, device="cuda").bfloat16()
+    for got, expected in zip(torch.ops.dsa.act_quant(x), reference.act_quant(x), strict=True):
+        assert torch.equal(got.float(), expected.float())
+    ms = measure_ms(lambda: torch.ops.dsa.act_quant(x))
+    peer = None
+    if spec.name in PEERS:
+        peer = ("TileLang", peer_figure("act_quant_fp8", f"tilelang_{spec.name}", "us") / 1e3)
+    moved = x.nbytes + x.numel() + x.numel() // 32
+    return make_case(
+        spec.name, spec.group, {"M": spec.rows, "N": spec.columns}, ms, peer=peer, tbps=round(moved / ms / 1e9, 3)
+    )
+
+
+def plot(cases: list[Case], path: Path) -> None:
+    with drawing(path, 8) as axis:
+        grouped_bars(axis, [case["name"] for case in cases], {"dsa_ext": [case["tbps"] for case in cases]})
+        axis.set(title="act_quant of bf16 rows", ylabel="TB/s")
+
+
+if __name__ == "__main__":
+    run(OP, __doc__, specs(), measure, plot)

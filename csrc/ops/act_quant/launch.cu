@@ -1,0 +1,24 @@
+// Chooses the instance and launches.
+#include "kernel.cuh"
+#include "params.h"
+#include "sm90/launch.h"
+
+namespace dsa::act_quant {
+namespace {
+
+template <class Input>
+const char* launch_instance(const Params& p, void* stream) {
+  const int64_t ctas = ((p.rows - 1) / kRows + 1) * ((p.columns - 1) / Shape<Input>::kColumns + 1);
+  if (ctas > INT32_MAX) return "more than 2^31 CTAs";
+  return sm90::launch_kernel<act_quant_kernel<Input>>(p.device, unsigned(ctas), kThreads, 0,
+                                                      static_cast<cudaStream_t>(stream), p);
+}
+
+}  // namespace
+
+const char* launch(const Params& p, void* stream) {
+  if (p.rows == 0 || p.columns == 0) return nullptr;
+  return p.is_bf16 ? launch_instance<__nv_bfloat16>(p, stream) : launch_instance<float>(p, stream);
+}
+
+}  // namespace dsa::act_quant

@@ -1,0 +1,107 @@
+"""fp8_gemm on a GPU, its kernel for few rows and the library's product for many, against float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsa_ext
+from dsa_ext import reference
+from dsa_ext.nn import FP8Linear
+from dsa_ext.reference.fp8 import dequantize
+from dsa_ext.testing.tolerances import similarity_error
+
+pytestmark = pytest.mark.gpu
+
+
+def random(*sizes: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    blocks = torch.randn(*sizes[:-1], sizes[-1] // 128, 128, generator=generator, device="cuda")
+    return (blocks * torch.rand(*blocks.shape[:-1], 1, generator=generator, device="cuda")).flatten(-2)
+
+
+def make(rows: int, width: int, columns: int, round_scale: bool = False) -> tuple[Tensor, ...]:
+    x, w = random(rows, columns).bfloat16(), random(width, columns, seed=1).bfloat16()
+    return (*dsa_ext.act_quant(x, round_scale=round_scale), *dsa_ext.prepare_weight(w, round_scale))
+
+
+def check(args: tuple[Tensor, ...]) -> Tensor:
+    a, a_s, b, b_s = args
+    out = dsa_ext.fp8_gemm(*args)
+    rows = b_s.repeat_interleave(128, 0)[: b.shape[0]]
+    expected = dequantize(a, a_s).double() @ dequantize(b, rows).double().mT
+    assert (out.dtype, out.shape) == (torch.bfloat16, expected.shape)
+    assert similarity_error(out, expected) <= 5e-6
+    assert torch.equal(out, dsa_ext.fp8_gemm(*args))
+    return out
+
+
+@pytest.mark.parametrize("round_scale", [False, True])
+@pytest.mark.parametrize(
+    ("width", "columns"), [(1, 128), (64, 256), (200, 384), (2112, 7168), (4096, 1536), (7168, 2048)]
+)
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 31, 32, 50, 64, 65, 100, 257])
+def test_values(rows: int, width: int, columns: int, round_scale: bool) -> None:
+    check(make(rows, width, columns, round_scale))
+
+
+def test_large() -> None:
+    check(make(4096, 2112, 7168))
+
+
+def test_layouts() -> None:
+    for rows in (5, 100):
+        a, a_s, b, b_s = make(rows, 256, 640)
+        expected = dsa_ext.fp8_gemm(a, a_s, b, b_s)
+        apart = torch.nn.functional.pad(a.view(torch.uint8), (0, 128)).view(a.dtype)[:, :-128]
+        for other in (
+            (a, a_s.contiguous(), b, b_s),
+            (a, a_s, b, b_s.contiguous()),
+            (a, a_s, b, b_s.mT.contiguous().mT),
+            (a, a_s, b, torch.nn.functional.pad(b_s, (4, 0))[:, 4:]),
+            (apart, a_s, b, b_s),
+        ):
+            assert torch.equal(dsa_ext.fp8_gemm(*other), expected)
+
+
+def test_nan_stays_in_its_row() -> None:
+    for rows in (5, 100):
+        a, a_s, b, b_s = make(rows, 256, 640)
+        expected = dsa_ext.fp8_gemm(a, a_s, b, b_s)
+        a.view(torch.uint8)[3, 77] = 0x7F
+        out = dsa_ext.fp8_gemm(a, a_s, b, b_s)
+        others = torch.arange(rows, device="cuda") != 3
+        assert out[3].isnan().all()
+        assert torch.equal(out[others], expected[others])
+
+
+def test_graph_capture_at_first_call_and_side_stream() -> None:
+    args = make(33, 2112, 1536)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = dsa_ext.fp8_gemm(*args)
+    graph.replay()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        aside = dsa_ext.fp8_gemm(*args)
+    torch.cuda.synchronize()
+    expected = check(args)
+    assert torch.equal(captured, expected)
+    assert torch.equal(aside, expected)
+
+
+@pytest.mark.parametrize("rows", [5, 100])
+def test_linear(rows: int) -> None:
+    linear = torch.nn.Linear(1536, 2112, device="cuda")
+    layer = FP8Linear(linear)
+    x = random(rows, 1536)
+    with torch.no_grad():
+        out = layer(x.bfloat16())
+        assert similarity_error(out, linear(x)) <= 2e-3
+        exact = layer.cpu()(x.bfloat16().cpu())
+    assert similarity_error(out.cpu(), exact) <= 5e-6
+
+
+def test_the_reference_runs_there_too() -> None:
+    args = make(5, 200, 256)
+    assert similarity_error(reference.fp8_gemm(*args), check(args)) <= 5e-6

@@ -1,0 +1,208 @@
+"""The kernels of hyper-connections against the references in float64, and their other promises."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsa_ext
+from dsa_ext import reference
+from dsa_ext.testing.tolerances import similarity_error
+
+pytestmark = pytest.mark.gpu
+
+#: Largest |error| / rms of bf16 and of fp32 results.
+BF16, FP32 = 2.0**-7, 1e-3
+#: See similarity_error.
+SIMILAR = {torch.bfloat16: 7e-6, torch.float32: 1e-6}
+PRE = ("h_in", "h_post", "h_res", "inv_rms", "h_mix", "h_pre")
+
+
+def make_pre(tokens: tuple[int, int], streams: int, columns: int, gamma: bool = True, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device="cuda")
+
+    mixed, flat = streams * streams + 2 * streams, streams * columns
+    scale = torch.arange(1, streams + 1, device="cuda")[:, None]
+    return {
+        "x": (random(*tokens, streams, columns) * scale).bfloat16(),
+        "phi": random(mixed, flat) / flat**0.5,
+        "alpha": torch.tensor([1.5, -0.7, 2.0], device="cuda"),
+        "bias": random(mixed),
+        "gamma": 1 + random(flat) / 4 if gamma else None,
+    }
+
+
+def make_post(tokens: tuple[int, int], streams: int, columns: int) -> dict[str, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*tokens, *sizes, generator=generator, device="cuda")
+
+    return {
+        "x": random(streams, columns).bfloat16(),
+        "y": random(columns).bfloat16(),
+        "h_post": 2 * random(streams).sigmoid(),
+        "h_res": 2 * random(streams, streams),
+    }
+
+
+def double(args: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.double() if isinstance(value, Tensor) else value for name, value in args.items()}
+
+
+def close(name: str, got: Tensor, expected: Tensor) -> None:
+    assert got.shape == expected.shape, name
+    if got.numel() == 0:
+        return
+    limit = BF16 if got.dtype == torch.bfloat16 else FP32
+    # Of what is far from zero as a fraction of itself, else of the tensor's magnitude.
+    scale = expected.abs().clamp(min=float(expected.square().mean().sqrt()))
+    error = ((got.double() - expected).abs() / scale).max()
+    assert error <= limit, (name, float(error))
+    assert similarity_error(got, expected) <= SIMILAR[got.dtype], name
+
+
+SHAPES = [
+    ((1, 1), 4, 128),
+    ((2, 33), 4, 256),
+    ((1, 100), 2, 128),
+    ((3, 50), 4, 640),
+    ((1, 70), 2, 1280),
+    ((1, 300), 4, 1280),
+    ((1, 200), 4, 2560),
+    ((2, 130), 4, 7168),
+    ((1, 65), 2, 7168),
+]
+
+
+@pytest.mark.parametrize("gamma", [False, True])
+@pytest.mark.parametrize(("tokens", "streams", "columns"), SHAPES, ids=str)
+def test_pre(tokens: tuple[int, int], streams: int, columns: int, gamma: bool) -> None:
+    args = make_pre(tokens, streams, columns, gamma)
+    got, expected = torch.ops.dsa.mhc_pre_fwd(**args), reference.mhc_pre_fwd(**double(args))
+    for name, a, b in zip(PRE, got, expected, strict=True):
+        close(name, a, b)
+    for a, b in zip(got, torch.ops.dsa.mhc_pre_fwd(**args), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("gamma", [False, True])
+@pytest.mark.parametrize(("tokens", "streams", "columns"), SHAPES, ids=str)
+def test_pre_gradients(tokens: tuple[int, int], streams: int, columns: int, gamma: bool) -> None:
+    args = make_pre(tokens, streams, columns, gamma)
+    h_in, h_post, h_res, inv_rms, h_mix, h_pre = torch.ops.dsa.mhc_pre_fwd(**args)
+    upstream = [torch.randn(t.shape, device="cuda").to(t.dtype) for t in (h_in, h_post, h_res)]
+    kept = (args["x"], args["phi"], args["alpha"], args["gamma"], h_post, inv_rms, h_mix, h_pre)
+    got = torch.ops.dsa.mhc_pre_bwd(*upstream, *kept)
+    exact = [t if t is None else t.double() for t in (*upstream, *kept)]
+    expected = reference.mhc_pre_bwd(*exact)
+    for name, a, b in zip(("dx", "dphi", "dalpha", "dbias", "dgamma"), got, expected, strict=True):
+        close(name, a, b)
+    for a, b in zip(got, torch.ops.dsa.mhc_pre_bwd(*upstream, *kept), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("iterations", [1, 20, 100])
+@pytest.mark.parametrize(("tokens", "streams", "columns"), SHAPES, ids=str)
+def test_post(tokens: tuple[int, int], streams: int, columns: int, iterations: int) -> None:
+    args = make_post(tokens, streams, columns)
+    got = torch.ops.dsa.mhc_post(**args, iterations=iterations)
+    close("out", got, reference.mhc_post(**double(args), iterations=iterations))
+    dout = torch.randn(got.shape, device="cuda").bfloat16()
+    gradients = torch.ops.dsa.mhc_post_bwd(dout, **args, iterations=iterations)
+    expected = reference.mhc_post_bwd(dout.double(), **double(args), iterations=iterations)
+    for name, a, b in zip(("dx", "dy", "dh_post", "dh_res"), gradients, expected, strict=True):
+        if name == "dh_res" and iterations > 1:  # what converges has no gradient: a difference of large numbers
+            assert float((a.double() - b).abs().max()) <= 1e-4 * columns**0.5
+        else:
+            close(name, a, b)
+    for a, b in zip(gradients, torch.ops.dsa.mhc_post_bwd(dout, **args, iterations=iterations), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_wild_weights() -> None:
+    args = make_post((1, 9), 4, 256)
+    args["h_res"] *= 300
+    out = dsa_ext.mhc_post(**args)
+    assert out.isfinite().all()
+    close("out", out, reference.mhc_post(**double(args)))
+
+
+def test_nan_stays_in_its_token() -> None:
+    args = make_pre((1, 40), 4, 1280)
+    expected = torch.ops.dsa.mhc_pre_fwd(**args)
+    args["x"][0, 7, 2, 5] = torch.nan
+    for name, a, b in zip(PRE, torch.ops.dsa.mhc_pre_fwd(**args), expected, strict=True):
+        others = torch.arange(40, device="cuda") != 7
+        assert torch.equal(a[:, others], b[:, others]), name
+        if name != "h_in":
+            assert a[:, 7].isnan().any(), name
+
+
+def test_layouts() -> None:
+    args = make_pre((3, 20), 4, 256)
+    expected = torch.ops.dsa.mhc_pre_fwd(**args)
+    views = {
+        "x": args["x"].transpose(0, 1).contiguous().transpose(0, 1),
+        "phi": args["phi"].mT.contiguous().mT,
+        "bias": torch.stack([args["bias"]] * 2, 1)[:, 0],
+    }
+    for a, b in zip(torch.ops.dsa.mhc_pre_fwd(**(args | views)), expected, strict=True):
+        assert torch.equal(a, b)
+    one = args["x"][:, :, :1].expand(-1, -1, 4, -1)
+    for a, b in zip(
+        torch.ops.dsa.mhc_pre_fwd(**(args | {"x": one})),
+        torch.ops.dsa.mhc_pre_fwd(**(args | {"x": one.contiguous()})),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tokens", [(0, 3), (2, 0)], ids=str)
+def test_empty_tensors(tokens: tuple[int, int]) -> None:
+    args = make_pre(tokens, 4, 256)
+    leaves = [value.requires_grad_() for value in args.values()]
+    h_in, h_post, h_res = dsa_ext.mhc_pre(*leaves)
+    out = dsa_ext.mhc_post(args["x"], h_in, h_post, h_res)
+    assert out.shape == args["x"].shape
+    out.sum().backward()
+    assert not args["phi"].grad.any()
+
+
+def test_graph_capture_at_first_call_and_side_stream() -> None:
+    args = make_pre((1, 100), 4, 2560)
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        h_in, h_post, h_res, *saved = torch.ops.dsa.mhc_pre_fwd(**(args | {"x": x}))
+        return h_in, *saved, torch.ops.dsa.mhc_post(x, h_in, h_post, h_res)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = call(args["x"])
+    graph.replay()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        aside = call(args["x"].clone())
+    torch.cuda.synchronize()
+    for a, b, c in zip(captured, aside, call(args["x"]), strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, c)
+
+
+def test_autograd_and_compile() -> None:
+    args = make_pre((1, 100), 4, 256)
+    leaves = [value.requires_grad_() for value in args.values()]
+
+    def loss(x: Tensor, *parameters: Tensor) -> Tensor:
+        h_in, h_post, h_res = dsa_ext.mhc_pre(x, *parameters)
+        return dsa_ext.mhc_post(x, h_in.sin(), h_post, h_res).float().square().mean()
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad(compiled(*leaves), leaves), expected, strict=True):
+        assert torch.equal(a, b)
