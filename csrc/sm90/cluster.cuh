@@ -1,4 +1,4 @@
-// Clusters: who one is, and messages to the shared memory of other CTAs, of which their barriers are told.
+// Clusters: who one is, and words to and from the shared memory of other CTAs.
 #pragma once
 
 #include <cstdint>
@@ -28,28 +28,22 @@ __device__ __forceinline__ uint32_t remote_address(const void* place, int rank) 
   return address;
 }
 
-// cp.async.bulk between CTAs: what `from` has goes to the place of `to` in CTA `rank`
-__device__ __forceinline__ void bulk_send(const void* to, const void* from, int bytes, const uint64_t* barrier,
-                                          int rank) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   remote_address(to, rank)),
-               "r"(shared_address(from)), "r"(bytes), "r"(remote_address(barrier, rank))
-               : "memory");
+// Messages without barriers, which would take longer than the message: a word that has come differs from kNothing, a
+// NaN that no arithmetic makes, and its reader puts kNothing back before the sender can know that it has been read.
+inline constexpr uint32_t kNothing = 0xffffffff;
+
+__device__ __forceinline__ bool has_come(float word) { return __float_as_uint(word) != kNothing; }
+
+// What has come so far.
+__device__ __forceinline__ float read_message(const float* place) { return *static_cast<const volatile float*>(place); }
+
+__device__ __forceinline__ void clear_message(float* place) {
+  *static_cast<volatile float*>(place) = __uint_as_float(kNothing);
 }
 
-// st.async: numbers for the place of `to` in CTA `rank`. A barrier takes its time for each message, however short.
-__device__ __forceinline__ void send(const float* to, const float (&values)[4], const uint64_t* barrier, int rank) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                   remote_address(to, rank)),
-               "r"(__float_as_uint(values[0])), "r"(__float_as_uint(values[1])), "r"(__float_as_uint(values[2])),
-               "r"(__float_as_uint(values[3])), "r"(remote_address(barrier, rank))
-               : "memory");
-}
-__device__ __forceinline__ void send(const float* to, const float (&values)[2], const uint64_t* barrier, int rank) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
-                   remote_address(to, rank)),
-               "r"(__float_as_uint(values[0])), "r"(__float_as_uint(values[1])), "r"(remote_address(barrier, rank))
-               : "memory");
+// To `address`, which is in another CTA.
+__device__ __forceinline__ void send_message(uint32_t address, float word) {
+  asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(word) : "memory");
 }
 
 // What CTA `rank` has at the place of `from`.

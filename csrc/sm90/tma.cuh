@@ -44,18 +44,15 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, c
       : "memory");
 }
 
-// The same for what nobody else will read: it makes room in L2 for others (evict_first) instead of pushing them out.
+// The same for what nobody else will read: it makes room in L2 for others instead of pushing them out.
 __device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap* map, const HeadTile& at,
                                               uint64_t* barrier) {
+  constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy.fractional.L2::evict_first makes
   asm volatile(
-      "{\n"
-      ".reg .b64 policy;\n"
-      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], policy;\n"
-      "}\n" ::"r"(shared_address(shared)),
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(shared)),
       "l"(map), "r"(shared_address(barrier)), "r"(at.column), "r"(at.head), "r"(at.group), "r"(at.position),
-      "r"(at.batch)
+      "r"(at.batch), "l"(kEvictFirst)
       : "memory");
 }
 
@@ -69,7 +66,11 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* sh
 // cp.async.bulk.commit_group
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// cp.async.bulk.wait_group.read: shared memory of this thread's stores may be overwritten
-__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// cp.async.bulk.wait_group.read: shared memory of this thread's stores may be overwritten, but for the last kLater
+// groups
+template <int kLater = 0>
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLater) : "memory");
+}
 
 }  // namespace dsa::sm90

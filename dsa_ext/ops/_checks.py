@@ -50,23 +50,3 @@ def check_same_device(op: str, other_name: str, other: Tensor, **tensors: Tensor
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != other.device:
             fail(op, f"{name} must be on the device of {other_name}, {other.device}, got {tensor.device}")
-
-
-def check_rows_aligned(op: str, **tensors: Tensor) -> None:
-    """Rows of the last dimension must be dense and start 16-byte aligned, if there are elements."""
-    for name, tensor in tensors.items():
-        elements = 16 // tensor.element_size()
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            fail(op, f"{name} must have stride 1 in its last dimension, got stride {tensor.stride(-1)}")
-        if tensor.numel() == 0:
-            continue
-        for dim, (size, stride) in enumerate(zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)):
-            if size > 1 and stride % elements != 0:
-                fail(
-                    op,
-                    f"{name} must have rows that start 16-byte aligned: strides in multiples of {elements} elements, "
-                    f"got stride {stride} in dimension {dim}",
-                )
-        past = tensor.data_ptr() % 16
-        if past:
-            fail(op, f"{name} must start 16-byte aligned, got an address that is {past} bytes past a multiple of 16")

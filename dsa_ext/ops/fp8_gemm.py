@@ -8,20 +8,20 @@ from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
-from dsa_ext.ops._checks import check_rows_aligned, check_same_device, check_tensor, describe, fail
+from dsa_ext.ops._checks import check_same_device, check_tensor, describe, fail
 from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
 from dsa_ext.reference.fp8 import BLOCK
 
 _OP = "fp8_gemm"
+_LIBRARY_IS_THERE = torch.version.cuda is not None and tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9)
 
 library.define(
     "fp8_gemm(Tensor a, Tensor a_s, Tensor b, Tensor b_s) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-#: The kernel of decoding, which streams b once; b's rows may be of any number.
-library.define("_fp8_gemm_few_rows(Tensor a, Tensor a_s, Tensor b, Tensor b_s) -> Tensor")
-explain_missing_cuda("_fp8_gemm_few_rows")
-_FEW_ROWS = 64
+explain_missing_cuda(_OP)
+#: What the operator calls on a GPU for more rows than its kernel is for. Returns one dimension where it cannot.
+library.define("_fp8_gemm_many_rows(Tensor a, Tensor a_s, Tensor b, Tensor b_s) -> Tensor")
 
 
 def _check(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> None:
@@ -41,48 +41,28 @@ def _cpu(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
     return reference.fp8_gemm(a, a_s, b, b_s)
 
 
-def _few_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
-    out: Tensor = torch.ops.dsa._fp8_gemm_few_rows.default(a, a_s, b, b_s)
-    return out
-
-
-def _cuda(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
-    """cuBLASLt's product for many rows, and the kernel for few ones, or where that cannot be."""
-    _check(a, a_s, b, b_s)
-    check_rows_aligned(_OP, a=a, b=b)
-    if a.shape[0] <= _FEW_ROWS:
-        return _few_rows(a, a_s, b, b_s)
-    if b.shape[0] % 16 != 0:
-        parts = zip(a.split(_FEW_ROWS), a_s.split(_FEW_ROWS), strict=True)
-        return torch.cat([_few_rows(*part, b, b_s) for part in parts])
-    return _many_rows(a, a_s, b, b_s)
-
-
 def _many_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
-    """cuBLASLt's product, which wants rows of a in fours, and scales in a layout of its own."""
-    if torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
-        fail(_OP, f"more than {_FEW_ROWS} rows need a torch for CUDA 12.9 or later, got {torch.version.cuda}")
+    """cuBLASLt's product, which wants rows of a in fours, and scales in layouts of its own."""
+    if not _LIBRARY_IS_THERE:
+        return a.new_empty(0)
     rows, missing = a.shape[0], -a.shape[0] % 4
     if missing:
         a = pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
         a_s = pad(a_s, (0, 0, 0, missing))
+    if a_s.stride() != (1, a_s.shape[0]):
+        a_s = a_s.mT.contiguous().as_strided(a_s.shape, (1, a_s.shape[0]))
     types = torch.nn.functional.ScalingType
-    out: Tensor = torch.nn.functional.scaled_mm(
-        a,
-        b.mT,
-        a_s.mT.contiguous().as_strided(a_s.shape, (1, a_s.shape[0])),
-        types.BlockWise1x128,
-        _in_fours(b_s).mT,
-        types.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )
-    return out[:rows]
+    scales = (a_s, types.BlockWise1x128, _in_fours(b_s).mT, types.BlockWise128x128)
+    out: Tensor = torch.nn.functional.scaled_mm(a, b.mT, *scales, output_dtype=torch.bfloat16)
+    return out[:rows] if missing else out
 
 
 def _in_fours(b_s: Tensor) -> Tensor:
     """Rows as prepare_weight has them in memory: with what is behind them, up to a multiple of 4."""
     rows, blocks = b_s.shape
     padded = -(-blocks // 4) * 4
+    if padded == blocks:
+        return b_s.contiguous()
     end = b_s.storage_offset() + rows * padded
     if b_s.stride() == (padded, 1) and end * b_s.element_size() <= b_s.untyped_storage().nbytes():
         return b_s.as_strided((rows, padded), (padded, 1))
@@ -95,7 +75,7 @@ def _fake(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
 
 
 library.impl(_OP, _cpu, "CPU")
-library.impl(_OP, _cuda, "CUDA")
+library.impl("_fp8_gemm_many_rows", _many_rows, "CUDA")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 without_gradient(_OP)
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "sm90/matrix_copy.cuh"
 #include "sm90/warpgroup.cuh"
 
 namespace dsa::act_quant {
@@ -37,8 +38,8 @@ struct Piece {
 __device__ __forceinline__ void to_floats(const Piece& piece, float (&values)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    values[2 * i] = __uint_as_float(piece.words[i] << 16);
-    values[2 * i + 1] = __uint_as_float(piece.words[i] & 0xffff0000u);
+    const float2 pair = sm90::unpack_bf16(piece.words[i]);
+    values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
   }
 }
 __device__ __forceinline__ void to_floats(const Piece& piece, float (&values)[4]) {
@@ -46,8 +47,16 @@ __device__ __forceinline__ void to_floats(const Piece& piece, float (&values)[4]
   for (int i = 0; i < 4; ++i) values[i] = __uint_as_float(piece.words[i]);
 }
 
-// Bits of magnitudes order as these do, and NaN is the largest.
-__device__ __forceinline__ uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+// The largest magnitude, as bits, which order as magnitudes do, and NaN is the largest.
+template <int kElements>
+__device__ __forceinline__ uint32_t largest_of(const Piece& piece) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (uint32_t word : piece.words) {
+    largest = kElements == 8 ? __vmaxu2(largest, word & 0x7fff7fffu) : max(largest, word & 0x7fffffffu);
+  }
+  return kElements == 8 ? max(largest << 16, largest & 0xffff0000u) : largest;
+}
 
 // a / b as it is rounded, with r = 1 / b rounded (Markstein, "Computation of elementary functions on the IBM RISC
 // System/6000 processor"): a fraction of the instructions of a division. For finite a and b; the sign of a zero too.
@@ -69,8 +78,9 @@ __global__ void __launch_bounds__(kThreads) act_quant_kernel(const __grid_consta
   constexpr int kElements = Cta::kElements, kLanes = Cta::kLanes;
   __shared__ float scales[Cta::kBlocks][kRows];
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
-  const int64_t tiles = (p.columns - 1) / Cta::kColumns + 1;
-  const int64_t first_row = blockIdx.x / tiles * kRows, first_column = blockIdx.x % tiles * Cta::kColumns;
+  const auto tiles = static_cast<unsigned>((p.columns - 1) / Cta::kColumns + 1);  // of a row
+  const int64_t first_row = int64_t{blockIdx.x / tiles} * kRows,
+                first_column = int64_t{blockIdx.x % tiles} * Cta::kColumns;
   const int64_t row = first_row + warp;
   const auto column = [&](int i) { return first_column + (i * kWarpThreads + lane) * kElements; };
   const auto exists = [&](int i) { return row < p.rows && column(i) < p.columns; };
@@ -86,9 +96,7 @@ __global__ void __launch_bounds__(kThreads) act_quant_kernel(const __grid_consta
   for (int i = 0; i < kPieces; ++i) {
     float values[kElements];
     to_floats(pieces[i], values);
-    uint32_t largest = 0;
-#pragma unroll
-    for (float value : values) largest = max(largest, magnitude(value));
+    uint32_t largest = largest_of<kElements>(pieces[i]);
 #pragma unroll
     for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
       largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));

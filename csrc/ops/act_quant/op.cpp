@@ -66,8 +66,11 @@ std::tuple<Tensor, Tensor> act_quant(Tensor x, int64_t block, bool round_scale) 
     DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
   }
   y = torch::stable::view(y, sizes);
-  sizes.back() = blocks;
-  return {y, torch::stable::view(torch::stable::transpose(scales, 0, 1), sizes)};
+  sizes.pop_back();
+  sizes.insert(sizes.begin(), blocks);
+  scales = torch::stable::view(scales, sizes);
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) scales = torch::stable::transpose(scales, dim, dim + 1);
+  return {y, scales};
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 // out = a b', e4m3 with block scales, for few rows of a: b is streamed once, and is the left operand of the products,
-// so that 64 rows of it meet 8 to 64 rows of a as columns.
+// so that its rows meet 8 to 64 rows of a as columns.
 //
-// A warp copies, and two warpgroups take blocks of 128 columns in turn, each with sums of its own: one multiplies while
-// the other scales and adds what it has. Where there are few rows of b, a cluster shares the reduction. All parts of a
-// tile's sums go to shared memory, and are added up, there or through distributed shared memory, in a fixed order.
-// docs/fp8.md has the maths.
+// One warp copies the matrices and one their scales, and two warpgroups take blocks of 128 columns in turn, each with
+// sums of its own: one multiplies while the other scales and adds what it has. Where b has few rows, a cluster shares
+// the columns. All parts of a tile's sums go to shared memory, and are added up, there or through distributed shared
+// memory, in a fixed order. docs/fp8.md has the maths.
 #pragma once
 
 #include <cuda.h>
@@ -30,7 +30,7 @@ inline constexpr int kTileWidth = 64;  // rows of b
 inline constexpr int kStages = 10;
 inline constexpr int kTeams = 2;  // warpgroups that compute
 inline constexpr int kComputeThreads = kTeams * kWarpgroupThreads;
-inline constexpr int kThreads = kComputeThreads + kWarpThreads;
+inline constexpr int kThreads = kComputeThreads + 2 * kWarpThreads;
 inline constexpr int kPitch = kTileWidth + 4;  // floats of a row of sums, so that lanes' rows do not share banks
 static_assert(kStages % kTeams == 0);
 
@@ -54,39 +54,57 @@ __device__ __forceinline__ void sync_compute() { asm volatile("bar.sync 1, %0;" 
 // The tiles of a cluster, and its CTA's blocks of columns.
 struct Work {
   int splits, rank;  // of a cluster: how many CTAs, and which
-  int first_tile, end_tile, step;
+  int first_tile, tiles, step;
   int first_block, blocks;
 
   __device__ __forceinline__ Work(const Params& p, int splits) : splits(splits), rank(blockIdx.x % splits) {
     const int all = p.columns / kBlock;
-    first_tile = blockIdx.x / splits, end_tile = (p.width - 1) / kTileWidth + 1, step = gridDim.x / splits;
+    first_tile = blockIdx.x / splits, tiles = (p.width - 1) / kTileWidth + 1, step = gridDim.x / splits;
     first_block = all * rank / splits, blocks = all * (rank + 1) / splits - first_block;
   }
 };
 
+// By one thread.
 template <int kRows>
-__device__ __forceinline__ void copy(SharedStorage<kRows>& shared, const Params& p, const CUtensorMap& a_map,
-                                     const CUtensorMap& b_map, const Work& work, int lane) {
+__device__ __forceinline__ void copy_matrices(SharedStorage<kRows>& shared, const CUtensorMap& a_map,
+                                              const CUtensorMap& b_map, const Work& work) {
   Ring<kStages> ring;
-  for (int tile = work.first_tile; tile < work.end_tile; tile += work.step) {
-    const int width = tile * kTileWidth;
-    const float* b_scales = p.b_scales + width / kBlock * p.b_scales_stride_row;
+  for (int tile = work.first_tile; tile < work.tiles; tile += work.step) {
     for (int block = work.first_block; block < work.first_block + work.blocks; ++block) {
       wait(&shared.empty[ring.slot], ring.parity ^ 1);
       uint64_t* full = &shared.full[ring.slot];
-      if (lane == 0) {
-        arrive_and_expect(full, (kTileWidth + kRows) * kBlock);
-        tma_load_once(shared.b[ring.slot], &b_map, {block * kBlock, 0, 0, width, 0}, full);
-        tma_load(shared.a[ring.slot], &a_map, {block * kBlock, 0, 0, 0, 0}, full);
-        copy_float(&shared.b_scale[ring.slot], b_scales + block * p.b_scales_stride_block, true);
+      arrive_and_expect(full, (kTileWidth + kRows) * kBlock);
+      tma_load_once(shared.b[ring.slot], &b_map, {block * kBlock, 0, 0, tile * kTileWidth, 0}, full);
+      tma_load(shared.a[ring.slot], &a_map, {block * kBlock, 0, 0, 0, 0}, full);
+      ring.advance();
+    }
+  }
+}
+
+template <int kRows>
+__device__ __forceinline__ void copy_scales(SharedStorage<kRows>& shared, const Params& p, const Work& work, int lane) {
+  constexpr int kOfLane = (kRows + kWarpThreads - 1) / kWarpThreads;
+  const float* a_scales[kOfLane];
+  bool exists[kOfLane];
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    const int row = lane + i * kWarpThreads;
+    exists[i] = row < p.rows;
+    a_scales[i] = p.a_scales + (exists[i] ? row : 0) * p.a_scales_stride_row;
+  }
+  Ring<kStages> ring;
+  for (int tile = work.first_tile; tile < work.tiles; tile += work.step) {
+    const float* b_scale = p.b_scales + tile * kTileWidth / kBlock * p.b_scales_stride_row;
+    for (int block = work.first_block; block < work.first_block + work.blocks; ++block) {
+      wait(&shared.empty[ring.slot], ring.parity ^ 1);
+      if (lane == 0) copy_float(&shared.b_scale[ring.slot], b_scale + block * p.b_scales_stride_block, true);
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) {
+        const int row = lane + i * kWarpThreads;
+        if (row >= kRows) continue;
+        copy_float(&shared.a_scales[ring.slot][row], a_scales[i] + block * p.a_scales_stride_block, exists[i]);
       }
-      const float* a_scales = p.a_scales + block * p.a_scales_stride_block;
-      for (int row = lane; row < kRows; row += kWarpThreads) {
-        const bool exists = row < p.rows;
-        copy_float(&shared.a_scales[ring.slot][row], a_scales + (exists ? row : 0) * p.a_scales_stride_row, exists);
-      }
-      arrive_after_copies(full);
-      __syncwarp();
+      arrive_after_copies(&shared.full[ring.slot]);
       ring.advance();
     }
   }
@@ -110,7 +128,7 @@ __device__ __forceinline__ void store(SharedStorage<kRows>& shared, const Params
       }
     }
     const uint2 quad{pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)};
-    auto* g_out = static_cast<__nv_bfloat16*>(p.out) + int64_t{row} * p.width + width;
+    auto* g_out = reinterpret_cast<__nv_bfloat16*>(p.out) + int64_t{row} * p.width + width;
     if (p.width % 4 == 0) {
       *reinterpret_cast<uint2*>(g_out) = quad;
     } else {
@@ -140,9 +158,9 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
   Ring<kStages> ring;
   ring.advance(team);
   int turn = 0;  // whose the tile's first block is
-  for (int tile = work.first_tile; tile < work.end_tile; tile += work.step) {
+  for (int tile = work.first_tile; tile < work.tiles; tile += work.step) {
     clear(r_sum);
-    for (int block = turn == team ? 0 : 1; block < work.blocks; block += kTeams) {
+    for (int i = turn == team ? 0 : 1; i < work.blocks; i += kTeams) {
       wait(&shared.full[ring.slot], ring.parity);
       warpgroup_fence_operand(r_part);
       warpgroup_arrive();
@@ -157,26 +175,26 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
       const float b_scale = shared.b_scale[ring.slot];
       float2 scales[kRows / 8];
 #pragma unroll
-      for (int i = 0; i < kRows / 8; ++i) {
-        scales[i] = *reinterpret_cast<const float2*>(&shared.a_scales[ring.slot][8 * i + lane % 4 * 2]);
-        scales[i].x *= b_scale, scales[i].y *= b_scale;
+      for (int j = 0; j < kRows / 8; ++j) {
+        scales[j] = *reinterpret_cast<const float2*>(&shared.a_scales[ring.slot][8 * j + lane % 4 * 2]);
+        scales[j].x *= b_scale, scales[j].y *= b_scale;
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_part);
       arrive(&shared.empty[ring.slot]);
       ring.advance(kTeams);
 #pragma unroll
-      for (int i = 0; i < r_sum.size(); ++i) {
-        r_sum(i) = fmaf(r_part(i), i % 2 ? scales[i / 4].y : scales[i / 4].x, r_sum(i));
+      for (int j = 0; j < r_sum.size(); ++j) {
+        r_sum(j) = fmaf(r_part(j), j % 2 ? scales[j / 4].y : scales[j / 4].x, r_sum(j));
       }
     }
     turn = (turn + work.blocks) % kTeams;
 
     sync_compute();  // the last tile's sums have been read
 #pragma unroll
-    for (int i = 0; i < r_sum.size(); ++i) {
-      const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, width = thread / kWarpThreads * 16 + lane / 4 + i / 2 % 2 * 8;
-      shared.sums[team][row][width] = r_sum(i);
+    for (int j = 0; j < r_sum.size(); ++j) {
+      const int row = j / 4 * 8 + lane % 4 * 2 + j % 2, width = thread / kWarpThreads * 16 + lane / 4 + j / 2 % 2 * 8;
+      shared.sums[team][row][width] = r_sum(j);
     }
     if (work.splits == 1) {
       sync_compute();
@@ -194,11 +212,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                     const __grid_constant__ CUtensorMap b_map, int splits) {
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage<kRows>*>(shared_bytes);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(&shared.full[i], 1 + kWarpThreads);
-      barrier_init(&shared.empty[i], kWarpgroupThreads);
-    }
+  if (threadIdx.x == kComputeThreads) {
+    prefetch_tensor_map(&a_map), prefetch_tensor_map(&b_map);
+    for (uint64_t& barrier : shared.full) barrier_init(&barrier, 1 + kWarpThreads);
+    for (uint64_t& barrier : shared.empty) barrier_init(&barrier, kWarpgroupThreads);
     fence_barrier_init();
   }
   __syncthreads();
@@ -207,7 +224,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int team = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
     compute(shared, p, work, team, threadIdx.x % kWarpgroupThreads);
   } else {
-    copy(shared, p, a_map, b_map, work, threadIdx.x % kWarpThreads);
+    const int thread = threadIdx.x - kComputeThreads;
+    if (thread == 0) copy_matrices(shared, a_map, b_map, work);
+    if (thread >= kWarpThreads) copy_scales(shared, p, work, thread - kWarpThreads);
+    __syncwarp();
     if (splits > 1) {
       cute::cluster_arrive();
       cute::cluster_wait();

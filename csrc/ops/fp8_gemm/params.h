@@ -9,9 +9,10 @@ inline constexpr int kBlock = 128;   // columns, and rows of b, that share a sca
 inline constexpr int kMaxRows = 64;  // of a: what a kernel that streams b once is for
 
 struct Params {
-  const void *a, *b;  // e4m3 [rows, columns], [width, columns]
+  const char* a;  // e4m3 [rows, columns]
+  const void* b;  // e4m3 [width, columns]
   const float *a_scales, *b_scales;
-  void* out;                   // bf16 [rows, width], contiguous
+  char* out;                   // bf16 [rows, width], contiguous
   int64_t a_stride, b_stride;  // between rows, in elements
   int64_t a_scales_stride_row, a_scales_stride_block, b_scales_stride_row, b_scales_stride_block;
   int rows, width, columns;

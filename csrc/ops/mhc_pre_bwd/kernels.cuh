@@ -21,11 +21,10 @@ namespace dsa::mhc_pre_bwd {
 using namespace dsa::sm90;
 
 inline constexpr int kTokenThreads = 256;
-inline constexpr int kColumns = 128;  // of a tile of x
-inline constexpr int kChunk = 64, kChunks = kColumns / kChunk;
-inline constexpr int kStages = 2;
+inline constexpr int kColumns = 64, kStreamsOfCta = 2;  // of a tile of x
+inline constexpr int kStages = 3;
 inline constexpr int kWarps = 8, kColumnThreads = kWarps * kWarpThreads;
-inline constexpr int kReduceThreads = 768;  // a multiple of 8 and of 24
+inline constexpr int kReduceColumns = 192, kReduceParts = 4, kReduceThreads = kReduceColumns * kReduceParts;
 
 template <int kStreams>
 struct Shape {
@@ -33,6 +32,13 @@ struct Shape {
   static constexpr int kSteps = (kMixed + 15) / 16;  // of 16 rows of phi
   static constexpr int kPitch = pitch_of(kStreams);
 };
+
+// Behind a row of dh_mix in scratch there is room for 4 numbers: h_pre behind what is rounded, and what x is multiplied
+// by behind what that leaves out.
+template <int kStreams>
+__device__ __forceinline__ float* behind(__nv_bfloat16* row) {
+  return reinterpret_cast<float*>(row + Shape<kStreams>::kSteps * 16);
+}
 
 // A token a CTA.
 template <int kStreams>
@@ -86,13 +92,12 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
   }
   for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) along += __shfl_xor_sync(~0u, along, lanes);
   const float inv_rms = p.inv_rms[token];
-  if (lane == 0) p.factors[token] = along * inv_rms * inv_rms * inv_rms / (kStreams * p.columns);
-  const float dh_mix = dmixed * inv_rms;
-  for (int i = lane; i < kPitch; i += kWarpThreads) {
-    const float value = i < kMixed ? dh_mix : 0.f;
-    const __nv_bfloat16 high = __float2bfloat16_rn(value);
-    g_high[i] = high, g_low[i] = __float2bfloat16_rn(value - __bfloat162float(high));
-  }
+  if (lane < kStreams) behind<kStreams>(g_high)[lane] = p.h_pre[token * kStreams + lane];
+  if (lane == 0) behind<kStreams>(g_low)[0] = along * inv_rms * inv_rms * inv_rms / (kStreams * p.columns);
+  if (lane >= Shape<kStreams>::kSteps * 16) return;
+  const float dh_mix = dmixed * inv_rms;  // zero behind the last
+  const __nv_bfloat16 high = __float2bfloat16_rn(dh_mix);
+  g_high[lane] = high, g_low[lane] = __float2bfloat16_rn(dh_mix - __bfloat162float(high));
 }
 
 template <int kStreams>
@@ -100,7 +105,7 @@ struct ColumnStorage {
   static constexpr int kPitch = Shape<kStreams>::kPitch;
 
   struct Stage {
-    alignas(1024) __nv_bfloat16 x[kChunks][kTokens * kChunk], dh_in[kChunks][kTokens * kChunk];
+    alignas(1024) __nv_bfloat16 x[kStreamsOfCta][kTokens * kColumns], dh_in[kTokens * kColumns];
     alignas(16) __nv_bfloat16 dh_mix[2][kTokens * kPitch];
   };
 
@@ -108,7 +113,7 @@ struct ColumnStorage {
   uint64_t full[kStages];
 };
 
-// A CTA has kColumns of one stream, and a run of tokens; a warp 16 of the columns.
+// A CTA has the same columns of two streams, and a run of tokens; a warp 16 of the columns.
 template <int kStreams>
 __global__ void __launch_bounds__(kColumnThreads, 2)
     columns_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap x_map,
@@ -119,9 +124,10 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
   auto& shared = *reinterpret_cast<ColumnStorage<kStreams>*>(shared_bytes);
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0), lane = threadIdx.x % kWarpThreads;
   // Streams side by side, so that what they read of dh_in is in L2.
-  const int stream = blockIdx.x % kStreams, slices = p.columns / kColumns;
-  const int slice = blockIdx.x / kStreams % slices, run = blockIdx.x / kStreams / slices;
-  const int first_column = slice * kColumns;
+  constexpr int kPairs = kStreams / kStreamsOfCta;
+  const int first_stream = blockIdx.x % kPairs * kStreamsOfCta, slices = p.columns / kColumns;
+  const int slice = blockIdx.x / kPairs % slices, run = blockIdx.x / kPairs / slices;
+  const int first_column = slice * kColumns, stream = first_stream + warp / 4;
   const int tiles = (p.tokens - 1) / kTokens + 1;
   const int first_tile = static_cast<int>(int64_t{tiles} * run / p.runs);
   const int end_tile = static_cast<int>(int64_t{tiles} * (run + 1) / p.runs);
@@ -136,11 +142,11 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
     uint64_t* full = &shared.full[(tile - first_tile) % kStages];
     const int token = tile * kTokens;
     constexpr int kBytes = kTokens * kPitch * sizeof(__nv_bfloat16);
-    arrive_and_expect(full, 2 * kChunks * kTokens * kChunk * 2 + 2 * kBytes);
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      tma_load(stage.x[chunk], &x_map, {first_column + chunk * kChunk, stream, 0, token, 0}, full);
-      tma_load(stage.dh_in[chunk], &dh_in_map, {first_column + chunk * kChunk, 0, 0, token, 0}, full);
+    arrive_and_expect(full, (kStreamsOfCta + 1) * kTokens * kColumns * 2 + 2 * kBytes);
+    for (int i = 0; i < kStreamsOfCta; ++i) {
+      tma_load_once(stage.x[i], &x_map, {first_column, first_stream + i, 0, token, 0}, full);
     }
+    tma_load(stage.dh_in, &dh_in_map, {first_column, 0, 0, token, 0}, full);
     const auto* g_dh_mix = static_cast<const __nv_bfloat16*>(p.dh_mix) + static_cast<int64_t>(token) * kPitch;
     for (int part = 0; part < 2; ++part) {
       bulk_load(stage.dh_mix[part], g_dh_mix + part * int64_t{p.padded_tokens} * kPitch, kBytes, full);
@@ -152,9 +158,9 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
 
   // This warp's 16 columns: of phi as right operands, and of gamma where a lane has sums.
   const int row = lane / 4, column = lane % 4 * 2;
-  const int warp_column = first_column + warp * 16;
+  const int warp_column = first_column + warp % 4 * 16;
   const int64_t flat_columns = int64_t{kStreams} * p.columns, flat_column = int64_t{stream} * p.columns + warp_column;
-  uint32_t phi[2][kSteps][2];
+  uint32_t phi[2][2][kSteps][2];  // rounded, and what that leaves out
   float2 gamma[2];
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -169,7 +175,9 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
           const int m = step * 16 + half * 8 + column + i;
           pair[i] = m < kMixed ? p.phi[m * flat_columns + own + row] : 0.f;
         }
-        phi[group][step][half] = pack_bf16(pair[0], pair[1]);
+        phi[0][group][step][half] = pack_bf16(pair[0], pair[1]);
+        const float2 rounded = unpack_bf16(phi[0][group][step][half]);
+        phi[1][group][step][half] = pack_bf16(pair[0] - rounded.x, pair[1] - rounded.y);
       }
     }
   }
@@ -180,7 +188,7 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
     auto& stage = shared.stages[index % kStages];
     wait(&shared.full[index % kStages], index / kStages % 2);
     char* x_tile = reinterpret_cast<char*>(stage.x[warp / 4]);
-    const char* dh_in_tile = reinterpret_cast<const char*>(stage.dh_in[warp / 4]);
+    const char* dh_in_tile = reinterpret_cast<const char*>(stage.dh_in);
     const int first_piece = warp % 4 * 2;
 #pragma unroll 1
     for (int first = 0; first < kTokens; first += 16) {
@@ -191,13 +199,15 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         uint32_t a[4];
-        const auto* rows_high = stage.dh_mix[0] + first * kPitch + step * 16;
-        load_matrices(shared_address(rows_high + lane % 16 * kPitch + lane / 16 * 8), a);
-#pragma unroll
-        for (int group = 0; group < 2; ++group) multiply(dv[group], a, phi[group][step][0], phi[group][step][1]);
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
           const auto* rows = stage.dh_mix[part] + first * kPitch + step * 16;
+          load_matrices(shared_address(rows + lane % 16 * kPitch + lane / 16 * 8), a);
+#pragma unroll
+          for (int group = 0; group < 2; ++group) {
+            multiply(dv[group], a, phi[0][group][step][0], phi[0][group][step][1]);
+            if (part == 0) multiply(dv[group], a, phi[1][group][step][0], phi[1][group][step][1]);
+          }
           load_matrices_transposed(shared_address(rows + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8), a);
 #pragma unroll
           for (int group = 0; group < 2; ++group) multiply(sums[step][group], a, x[2 * group], x[2 * group + 1]);
@@ -207,8 +217,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int t = first + row + 8 * half;
-        const int64_t token = min(tile * kTokens + t, p.tokens - 1);
-        const float factor = p.factors[token], h_pre = p.h_pre[token * kStreams + stream];
+        const float h_pre = behind<kStreams>(stage.dh_mix[0] + t * kPitch)[stream];
+        const float factor = behind<kStreams>(stage.dh_mix[1] + t * kPitch)[0];
 #pragma unroll
         for (int group = 0; group < 2; ++group) {
           const int place = swizzled_offset(t, first_piece + group) + column * 2;
@@ -232,13 +242,14 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
     fence_async_proxy();
     __syncthreads();
     if (threadIdx.x == 0) {
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        tma_store(&dx_map, stage.x[chunk], {first_column + chunk * kChunk, stream, 0, tile * kTokens, 0});
+      for (int i = 0; i < kStreamsOfCta; ++i) {
+        tma_store(&dx_map, stage.x[i], {first_column, first_stream + i, 0, tile * kTokens, 0});
       }
       tma_store_commit();
-      if (tile + kStages < end_tile) {
-        tma_store_wait_read();
-        copy_tile(tile + kStages);
+      // Into the stage of the tile before, which has left meanwhile.
+      if (tile > first_tile && tile - 1 + kStages < end_tile) {
+        tma_store_wait_read<1>();
+        copy_tile(tile - 1 + kStages);
       }
     }
   }
@@ -258,27 +269,44 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
   if (threadIdx.x == 0) tma_store_wait_read();
 }
 
-// Sums over the runs: a column a thread. The last CTA sums the gradients of alpha and bias over the tokens.
+// Sums over the runs: a thread has a column, and a quarter of phi's rows. The last CTA sums the gradients of alpha and
+// bias over the tokens.
 template <int kStreams>
 __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_constant__ Params p) {
-  constexpr int kMixed = Shape<kStreams>::kMixed, kOfRow = kReduceThreads / kMixed;
+  constexpr int kMixed = Shape<kStreams>::kMixed, kRows = kMixed / kReduceParts, kOfRow = kReduceThreads / kMixed;
   const int64_t columns = int64_t{kStreams} * p.columns;
   if (blockIdx.x + 1 < gridDim.x) {
-    const int64_t column = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
-    if (column >= columns) return;
-    const float gamma = p.gamma == nullptr ? 1.f : p.gamma[column];
-    float dgamma = 0.f;
-    for (int m = 0; m < kMixed; ++m) {
-      float sum = 0.f;
-      for (int run = 0; run < p.runs; ++run) sum += p.parts[(int64_t{run} * kMixed + m) * columns + column];
-      p.dphi[m * columns + column] = gamma * sum;
-      dgamma = fmaf(p.phi[m * columns + column], sum, dgamma);
+    __shared__ float of_gamma[kReduceParts][kReduceColumns];
+    const int own = threadIdx.x % kReduceColumns, part = threadIdx.x / kReduceColumns;
+    const int64_t column = int64_t{blockIdx.x} * kReduceColumns + own;
+    if (column < columns) {
+      float sums[kRows] = {}, dgamma = 0.f;
+      for (int run = 0; run < p.runs; ++run) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          sums[i] += p.parts[(int64_t{run} * kMixed + part * kRows + i) * columns + column];
+        }
+      }
+      const float gamma = p.gamma == nullptr ? 1.f : p.gamma[column];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int64_t place = (part * kRows + i) * columns + column;
+        p.dphi[place] = gamma * sums[i];
+        dgamma = fmaf(p.phi[place], sums[i], dgamma);
+      }
+      of_gamma[part][own] = dgamma;
     }
-    if (p.gamma != nullptr) p.dgamma[column] = dgamma;
+    __syncthreads();
+    if (p.gamma == nullptr || part > 0 || column >= columns) return;
+    float dgamma = 0.f;
+#pragma unroll
+    for (const auto& of_part : of_gamma) dgamma += of_part[own];
+    p.dgamma[column] = dgamma;
     return;
   }
   __shared__ float of_bias[kOfRow][kMixed], of_alpha[kOfRow][kMixed];
   float dbias = 0.f, dalpha = 0.f;
+#pragma unroll 8
   for (int64_t i = threadIdx.x; i < int64_t{p.tokens} * kMixed; i += kReduceThreads) {  // always of the same m
     const float dsum = p.dsums[i];
     dbias += dsum;

@@ -13,12 +13,11 @@ struct Params {
   float *dphi, *dalpha, *dbias, *dgamma;
   float eps;
 
-  // Scratch, a token: gradients of the sums that the gates are functions of; those of h_mix, in two bf16 parts
-  // [2, padded_tokens, pitch], zeros behind them; and what x is multiplied by.
-  float* dsums;    // [tokens, mixed]
-  void* dh_mix;    // rounded, and what that leaves out
-  float* factors;  // [tokens]
-  float* parts;    // sums over a run of tokens [runs, mixed, streams * columns]
+  // Scratch.
+  float* dsums;  // gradients of the sums that the gates are functions of [tokens, mixed]
+  void*
+      dh_mix;  // bf16 [2, padded_tokens, pitch]: rounded, and what that leaves out; zeros, and more of the token behind
+  float* parts;  // sums over a run of tokens [runs, mixed, streams * columns]
 
   int tokens, streams, columns, runs;
   int padded_tokens;  // up to a multiple of kTokens
@@ -27,7 +26,7 @@ struct Params {
 
 inline constexpr int kTokens = 64;  // of a tile of x
 
-// Columns of a row of dh_mix in scratch: a multiple of 16, and 8 so that rows do not share banks.
+// Columns of a row of dh_mix in scratch: a multiple of 16, and 8, so that rows do not share banks, for 4 numbers more.
 constexpr int pitch_of(int streams) { return (streams * streams + 2 * streams + 15) / 16 * 16 + 8; }
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

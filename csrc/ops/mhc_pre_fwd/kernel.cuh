@@ -3,9 +3,9 @@
 // A cluster of CTAs shares the columns: each has a run of them, of every stream, so that it sees all that it needs for
 // its part of h_in, and reads x once. phi, times gamma and split in two bf16 numbers, stays in registers: warp
 // 4 * stream + quarter has a quarter of each 64 columns of that stream, as right operands, and x from shared memory is
-// the left one. One more warp copies, and three make the gates: they add up the warps' sums, send them to the CTA that
-// owns the token, which adds them up in a fixed order and sends h_pre to all. Meanwhile the others multiply the next
-// tile, and then weigh this one, which is still there. docs/mhc.md has the maths.
+// the left one. The warps add up each other's sums, a token a warp, and send them to the CTA that owns the token. There
+// more warps add up what all CTAs have sent, in a fixed order, make the gates, and send h_pre to all, while the next
+// tile is multiplied; then this one, which is still there, is weighed. docs/mhc.md has the maths.
 #pragma once
 
 #include <cuda.h>
@@ -28,8 +28,9 @@ using namespace dsa::sm90;
 inline constexpr int kTokens = 16;  // of a tile
 inline constexpr int kChunk = 64;   // columns of a stream that are copied together
 inline constexpr int kStages = 3;   // a tile that comes, one that is multiplied, one that waits for its gates
-inline constexpr int kPitch = 32;   // floats of a token's sums on their way
-inline constexpr int kGateWarps = 3, kGateThreads = kGateWarps * kWarpThreads, kGateBarrier = 1;
+inline constexpr int kTurns = 3;    // of messages: what is read of a tile is put back before those of the next are sent
+inline constexpr int kGateWarps = 3;
+inline constexpr int kMultiplyBarrier = 1;
 
 template <int kStreams_>
 struct Shape {
@@ -41,19 +42,19 @@ struct Shape {
   static constexpr int kMultiply = (kStart * kThreads - kOthers * kWarpgroupThreads) / kMultiplyThreads / 8 * 8;
   static constexpr int kMixed = kStreams * kStreams + 2 * kStreams;
   static constexpr int kGroups = kMixed / 8;  // of columns of a product
+  static constexpr int kSums = kMixed + 1;    // of a token: with phi's rows, and of squares
+  static constexpr int kPitch = kMixed + 2;
 };
 
 template <class S, int kChunks>
 struct SharedStorage {
   alignas(1024) __nv_bfloat16 x[kStages][S::kStreams][kChunks][kTokens * kChunk];
-  // Of each warp: its products as its lanes have them, and the sums of squares.
-  alignas(16) float4 products[S::kWarps][S::kGroups][kWarpThreads];
-  float squares[S::kWarps][kTokens];
-  // Of tiles in turn. A token's sums: with phi's rows, and behind these of squares.
-  alignas(16) float sums[2][kTokens][kPitch];      // this CTA's
-  alignas(16) float received[2][kTokens][kPitch];  // of this CTA's tokens: those of each CTA of the cluster
-  alignas(16) float h_pre[2][kTokens][S::kStreams];
-  uint64_t full[kStages], empty[kStages], multiplied, added, received_full[2], h_pre_full[2];
+  alignas(16) float products[S::kWarps][kTokens][S::kPitch];  // a token's sums, of each warp, by column_of_row
+  // Messages, of tiles in turn: sums of this CTA's tokens from each CTA of the cluster, and h_pre of all tokens from
+  // their owners.
+  float sums[kTurns][kTokens][S::kPitch];
+  alignas(16) float h_pre[kTurns][kTokens][S::kStreams];
+  uint64_t full[kStages], empty[kStages], added;
 };
 
 // The tiles of a cluster, and its CTA's columns.
@@ -77,39 +78,80 @@ struct Work {
 template <class S>
 struct Weights {
   uint32_t high[S::kGroups][2], low[S::kGroups][2];
+};
 
-  __device__ __forceinline__ void load(const Params& p, int first_column, bool exists, int lane) {
+// ld.global with 256 bytes around it in L2, where other warps will find what they need
+__device__ __forceinline__ float2 load_with_neighbours(const float* g) {
+  float2 r;
+  asm volatile("ld.global.nc.L2::256B.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "l"(g));
+  return r;
+}
+
+// Which column of a product is with row `row` of phi.
+__device__ __forceinline__ constexpr int column_of_row(int row) { return row / 8 * 8 + row % 4 * 2 + row / 4 % 2; }
+
+// All loads are under way before the first is needed. A warp's load has 16 columns of 4 rows, so that it touches few
+// lines; lanes then exchange halves of them, such that an even group of four has the first half's rows and an odd one
+// the second's (see column_of_row).
+template <class S, int kChunks>
+__device__ __forceinline__ void load_weights(Weights<S> (&weights)[kChunks], const Params& p, const Work& work,
+                                             int warp, int lane) {
+  const int64_t flat_columns = int64_t{S::kStreams} * p.columns;
+  const int64_t column = warp / 4 * p.columns + work.first_chunk * kChunk + warp % 4 * 16 + lane % 8 * 2;
+  float2 pairs[kChunks][S::kGroups][2];
 #pragma unroll
-    for (int group = 0; group < S::kGroups; ++group) {
+  for (int i = 0; i < 2 * S::kGroups; ++i) {
+    const float* g_row = p.phi + (i * 4 + lane / 8) * flat_columns + column;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t column = first_column + half * 8 + lane % 4 * 2;
-        float2 pair{};
-        if (exists) {
-          const int64_t row = group * 8 + lane / 4;
-          pair = *reinterpret_cast<const float2*>(p.phi + row * S::kStreams * p.columns + column);
-          if (p.gamma != nullptr) pair.x *= p.gamma[column], pair.y *= p.gamma[column + 1];
-        }
-        high[group][half] = pack_bf16(pair.x, pair.y);
-        const float2 rounded = unpack_bf16(high[group][half]);
-        low[group][half] = pack_bf16(pair.x - rounded.x, pair.y - rounded.y);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      pairs[chunk][i / 2][i % 2] = load_with_neighbours(g_row + min(chunk, work.chunks - 1) * kChunk);
+    }
+  }
+  if (p.gamma != nullptr) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const float2 gamma = load_with_neighbours(p.gamma + column + min(chunk, work.chunks - 1) * kChunk);
+#pragma unroll
+      for (int i = 0; i < 2 * S::kGroups; ++i) {
+        pairs[chunk][i / 2][i % 2].x *= gamma.x, pairs[chunk][i / 2][i % 2].y *= gamma.y;
       }
     }
   }
-};
+  const bool odd = lane / 4 % 2;
+  const auto exchange = [&](uint32_t first, uint32_t second, uint32_t (&halves)[2]) {
+    const uint32_t others = __shfl_xor_sync(~0u, odd ? first : second, 4);
+    halves[0] = odd ? others : first, halves[1] = odd ? second : others;
+  };
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+    for (int group = 0; group < S::kGroups; ++group) {
+      uint32_t high[2], low[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 pair = pairs[chunk][group][i];
+        high[i] = pack_bf16(pair.x, pair.y);
+        const float2 rounded = unpack_bf16(high[i]);
+        low[i] = pack_bf16(pair.x - rounded.x, pair.y - rounded.y);
+      }
+      exchange(high[0], high[1], weights[chunk].high[group]);
+      exchange(low[0], low[1], weights[chunk].low[group]);
+    }
+  }
+}
 
-// The warp that copies.
+// The warp that copies: the first tile at once, and others when phi is here, which is needed first.
 template <class S, int kChunks>
 __device__ __forceinline__ void copy(SharedStorage<S, kChunks>& shared, const CUtensorMap& x_map, const Work& work,
                                      int lane) {
+  static_assert(S::kStreams * kChunks <= kWarpThreads);
+  const int boxes = S::kStreams * work.chunks, stream = lane / work.chunks, chunk = lane % work.chunks;
   Ring<kStages> ring;
-  const int boxes = S::kStreams * work.chunks;
   for (int i = 0; i < work.tiles; ++i) {
-    wait(&shared.empty[ring.slot], ring.parity ^ 1);
+    if (i > 0) wait(&shared.empty[ring.slot], ring.parity);
     if (lane == 0) arrive_and_expect(&shared.full[ring.slot], boxes * kTokens * kChunk * 2);
     __syncwarp();
-    for (int box = lane; box < boxes; box += kWarpThreads) {
-      const int stream = box / work.chunks, chunk = box % work.chunks;
+    if (lane < boxes) {
       tma_load_once(shared.x[ring.slot][stream][chunk], &x_map,
                     {(work.first_chunk + chunk) * kChunk, stream, 0, work.first_token(i), 0}, &shared.full[ring.slot]);
     }
@@ -121,7 +163,7 @@ __device__ __forceinline__ void copy(SharedStorage<S, kChunks>& shared, const CU
 template <class S>
 struct Gates {
   int lane, part;  // 0: pre, 1: post, 2: res
-  float alpha, bias;
+  float alpha, bias, share;
 
   __device__ __forceinline__ Gates(const Params& p, int lane)
       : lane(lane),
@@ -129,77 +171,62 @@ struct Gates {
              : lane < 2 * S::kStreams ? 1
                                       : 2) {
     alpha = p.alpha[part], bias = lane < S::kMixed ? p.bias[lane] : 0.f;
+    share = 1.f / (S::kStreams * p.columns);
   }
 
-  // Writes what the token has, and returns h_pre in the first lanes.
-  __device__ __forceinline__ float make(const Params& p, float sum, int64_t token) const {
+  // What the token has, of which `send_h_pre` gets h_pre, and the rest is written.
+  template <class Send>
+  __device__ __forceinline__ void make(const Params& p, float sum, int64_t token, Send&& send_h_pre) const {
     constexpr int kStreams = S::kStreams;
-    const float squares = __shfl_sync(~0u, sum, S::kMixed);
-    const float inv_rms = rsqrtf(squares / (kStreams * p.columns) + p.eps);
-    const float mixed = alpha * (sum * inv_rms) + bias;
-    const float sigmoid = 1.f / (1.f + __expf(-mixed));
-    if (token < p.tokens && lane < S::kMixed) {
-      p.h_mix[token * S::kMixed + lane] = sum;
-      if (lane == 0) p.inv_rms[token] = inv_rms;
-      if (part == 0) p.h_pre[token * kStreams + lane] = sigmoid + p.eps;
-      if (part == 1) p.h_post[token * kStreams + lane - kStreams] = 2.f * sigmoid;
-      if (part == 2) p.h_res[token * kStreams * kStreams + lane - 2 * kStreams] = mixed;
-    }
-    return sigmoid + p.eps;
+    const float inv_rms = rsqrtf(fmaf(__shfl_sync(~0u, sum, S::kMixed), share, p.eps));
+    const float mixed = fmaf(alpha, sum * inv_rms, bias);
+    const float sigmoid = __fdividef(1.f, 1.f + __expf(-mixed)), gate = sigmoid + p.eps;
+    float h_pre[kStreams];
+#pragma unroll
+    for (int stream = 0; stream < kStreams; ++stream) h_pre[stream] = __shfl_sync(~0u, gate, stream);
+    send_h_pre(h_pre);
+    if (token >= p.tokens || lane >= S::kMixed) return;
+    p.h_mix[token * S::kMixed + lane] = sum;
+    if (lane == 0) p.inv_rms[token] = inv_rms;
+    if (part == 0) p.h_pre[token * kStreams + lane] = gate;
+    if (part == 1) p.h_post[token * kStreams + lane - kStreams] = 2.f * sigmoid;
+    if (part == 2) p.h_res[token * kStreams * kStreams + lane - 2 * kStreams] = mixed;
   }
 };
 
-// The warps that make gates. What is sent is not overwritten too early: a tile's h_pre comes when all have received
-// what they need for it, and it is waited for before the tile after the next is multiplied.
+// The warps that make gates, each of some of this CTA's tokens.
 template <class S, int kChunks>
 __device__ __forceinline__ void make_gates(SharedStorage<S, kChunks>& shared, const Params& p, const Work& work,
                                            int warp, int lane) {
   const Gates<S> gates(p, lane);
-  const int thread = warp * kWarpThreads + lane, own_tokens = work.own_tokens();
+  const int own_tokens = work.own_tokens();
+  const uint32_t h_pre_there = remote_address(shared.h_pre, min(lane, work.ctas - 1));
+  Ring<kTurns> ring;
   for (int i = 0; i < work.tiles; ++i) {
-    const int turn = i % 2;
-    auto& sums = shared.sums[turn];
-    wait(&shared.multiplied, turn);
-    if (thread == 0) {  // and so the barriers' last messages, of two tiles ago, have been waited for
-      arrive_and_expect(&shared.received_full[turn], kTokens * kPitch * sizeof(float));
-      arrive_and_expect(&shared.h_pre_full[turn], kTokens * S::kStreams * sizeof(float));
-    }
-    if (warp < S::kGroups) {
-      float4 sum{};
-#pragma unroll 4
-      for (int from = 0; from < S::kWarps; ++from) {
-        const float4 product = shared.products[from][warp][lane];
-        sum.x += product.x, sum.y += product.y, sum.z += product.z, sum.w += product.w;
-      }
-      const int row = lane / 4, column = warp * 8 + lane % 4 * 2;
-      *reinterpret_cast<float2*>(&sums[row][column]) = {sum.x, sum.y};
-      *reinterpret_cast<float2*>(&sums[row + 8][column]) = {sum.z, sum.w};
-    }
-    if (warp == kGateWarps - 1 && lane < kTokens) {
-      float sum = 0.f;
-#pragma unroll 4
-      for (int from = 0; from < S::kWarps; ++from) sum += shared.squares[from][lane];
-      sums[lane][S::kMixed] = sum;
-    }
-    arrive(&shared.added);
-    fence_async_proxy();
-    asm volatile("bar.sync %0, %1;" ::"n"(kGateBarrier), "n"(kGateThreads) : "memory");
-    if (thread < work.ctas) {
-      bulk_send(shared.received[turn][work.rank * own_tokens], sums[thread * own_tokens],
-                own_tokens * kPitch * sizeof(float), &shared.received_full[turn], thread);
-    }
-    wait(&shared.received_full[turn], i / 2 % 2);
     for (int own = warp; own < own_tokens; own += kGateWarps) {
-      float sum = 0.f;
+      float* const first = &shared.sums[ring.slot][own * work.ctas][min(lane, S::kMixed)];
+      float sum;
+      bool complete;
+      do {
+        sum = 0.f, complete = true;
 #pragma unroll 4
-      for (int from = 0; from < work.ctas; ++from) sum += shared.received[turn][from * own_tokens + own][lane];
+        for (int from = 0; from < work.ctas; ++from) {
+          const float part = read_message(first + from * S::kPitch);
+          sum += part, complete &= has_come(part);
+        }
+      } while (__any_sync(~0u, !complete));
       const int t = work.rank * own_tokens + own;
-      const float gate = gates.make(p, sum, int64_t{work.first_token(i)} + t);
-      float h_pre[S::kStreams];
+      gates.make(p, sum, int64_t{work.first_token(i)} + t, [&](const auto& h_pre) {
+        if (lane < work.ctas) {
+          const uint32_t there = h_pre_there + (ring.slot * kTokens + t) * S::kStreams * sizeof(float);
 #pragma unroll
-      for (int stream = 0; stream < S::kStreams; ++stream) h_pre[stream] = __shfl_sync(~0u, gate, stream);
-      if (lane < work.ctas) send(shared.h_pre[turn][t], h_pre, &shared.h_pre_full[turn], lane);
+          for (int stream = 0; stream < S::kStreams; ++stream) send_message(there + stream * 4, h_pre[stream]);
+        }
+#pragma unroll 4
+        for (int from = 0; from < work.ctas; ++from) clear_message(first + from * S::kPitch);
+      });
     }
+    ring.advance();
   }
 }
 
@@ -222,48 +249,93 @@ __device__ __forceinline__ void multiply_tile(SharedStorage<S, kChunks>& shared,
       multiply(products[group], x, weights[chunk].low[group][0], weights[chunk].low[group][1]);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) squares[i % 2] += dot_bf16(x[i], x[i]);
-  }
-#pragma unroll
-  for (float& square : squares) {
-    square += __shfl_xor_sync(~0u, square, 1);
-    square += __shfl_xor_sync(~0u, square, 2);
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack_bf16(x[i]);
+      squares[i % 2] = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, squares[i % 2]));
+    }
   }
   wait(&shared.added, parity ^ 1);  // what the last tile left here
 #pragma unroll
-  for (int group = 0; group < S::kGroups; ++group) {
-    const auto& product = products[group];
-    shared.products[warp][group][lane] = {product[0], product[1], product[2], product[3]};
+  for (int half = 0; half < 2; ++half) {
+    float* const of_token = shared.products[warp][lane / 4 + 8 * half];
+#pragma unroll
+    for (int group = 0; group < S::kGroups; ++group) {
+      *reinterpret_cast<float2*>(of_token + group * 8 + lane % 4 * 2) = {products[group][2 * half],
+                                                                         products[group][2 * half + 1]};
+    }
+    squares[half] += __shfl_xor_sync(~0u, squares[half], 1);
+    squares[half] += __shfl_xor_sync(~0u, squares[half], 2);
+    if (lane % 4 == 0) of_token[S::kMixed] = squares[half];
   }
-  if (lane % 4 < 2) shared.squares[warp][lane % 4 * 8 + lane / 4] = lane % 4 == 0 ? squares[0] : squares[1];
+}
+
+// Where a lane sends its sum of token `t`: the owner's place for what this CTA has.
+template <class S, int kChunks>
+__device__ __forceinline__ uint32_t place_of_sums(const SharedStorage<S, kChunks>& shared, const Work& work, int t,
+                                                  int lane) {
+  const int own = t % work.own_tokens(), owner = t / work.own_tokens();
+  return remote_address(&shared.sums[0][own * work.ctas + work.rank][lane], owner);
+}
+
+// Adds up what the warps have of this one's tokens, and sends it to the tokens' owners, who will send h_pre.
+template <class S, int kChunks>
+__device__ __forceinline__ void send_sums(SharedStorage<S, kChunks>& shared,
+                                          const uint32_t (&places)[kTokens / S::kWarps], int turn, int warp, int lane) {
+#pragma unroll
+  for (int i = 0; i < kTokens / S::kWarps; ++i) {
+    const int t = warp + i * S::kWarps;
+    if (lane < S::kStreams) clear_message(&shared.h_pre[turn][t][lane]);  // all have read it
+    __syncwarp();
+    const int column = lane < S::kMixed ? column_of_row(lane) : S::kMixed;
+    float sum = 0.f;
+#pragma unroll
+    for (int from = 0; from < S::kWarps; ++from) sum += shared.products[from][t][column];
+    if (lane < S::kSums) send_message(places[i] + turn * sizeof(shared.sums[0]), sum);
+  }
   __syncwarp();
-  if (lane == 0) arrive(&shared.multiplied);
+  if (lane == 0) arrive(&shared.added);
+}
+
+template <class S, int kChunks>
+__device__ __forceinline__ void wait_for_gates(SharedStorage<S, kChunks>& shared, int turn, int lane) {
+  bool complete;
+  do {
+    complete = true;
+#pragma unroll
+    for (int i = 0; i < kTokens * S::kStreams; i += kWarpThreads) {
+      complete &= has_come(read_message(&shared.h_pre[turn][0][0] + i + lane));
+    }
+  } while (__any_sync(~0u, !complete));
 }
 
 // This CTA's columns of h_in.
 template <class S, int kChunks>
-__device__ __forceinline__ void weigh_tile(SharedStorage<S, kChunks>& shared, int stage, int turn, const Params& p,
+__device__ __forceinline__ void weigh_tile(SharedStorage<S, kChunks>& shared, int stage, const Params& p,
                                            const Work& work, int first_token) {
-  for (int index = threadIdx.x; index < work.chunks * kTokens * 8; index += S::kMultiplyThreads) {
-    const int piece = index % 8, t = index / 8 % kTokens, chunk = index / 8 / kTokens;
+  constexpr int kPieces = kChunk / 8, kStep = S::kMultiplyThreads / (kTokens * kPieces);
+  const int piece = threadIdx.x % kPieces, t = threadIdx.x / kPieces % kTokens;
+  if (first_token + t >= p.tokens) return;
+  float h_pre[S::kStreams];
+#pragma unroll
+  for (int stream = 0; stream < S::kStreams; ++stream) h_pre[stream] = shared.h_pre[stage][t][stream];
+  const char* const place = reinterpret_cast<const char*>(shared.x[stage][0][0]) + swizzled_offset(t, piece);
+  auto* const g_out = static_cast<__nv_bfloat16*>(p.h_in) + int64_t{first_token + t} * p.columns +
+                      work.first_chunk * kChunk + piece * 8;
+  for (int chunk = threadIdx.x / (kPieces * kTokens); chunk < work.chunks; chunk += kStep) {
     float2 out[4] = {};
 #pragma unroll
     for (int stream = 0; stream < S::kStreams; ++stream) {
-      const char* tile = reinterpret_cast<const char*>(shared.x[stage][stream][chunk]);
-      const uint4 words = *reinterpret_cast<const uint4*>(tile + swizzled_offset(t, piece));
+      const int tile = (stream * kChunks + chunk) * kTokens * kSwizzleRowBytes;
+      const uint4 words = *reinterpret_cast<const uint4*>(place + tile);
       const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-      const float h_pre = shared.h_pre[turn][t][stream];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 x = unpack_bf16(pairs[j]);
-        out[j].x = fmaf(h_pre, x.x, out[j].x), out[j].y = fmaf(h_pre, x.y, out[j].y);
+        out[j].x = fmaf(h_pre[stream], x.x, out[j].x), out[j].y = fmaf(h_pre[stream], x.y, out[j].y);
       }
     }
-    if (first_token + t >= p.tokens) continue;
-    auto* g_out = static_cast<__nv_bfloat16*>(p.h_in) + int64_t{first_token + t} * p.columns +
-                  (work.first_chunk + chunk) * kChunk;
-    reinterpret_cast<uint4*>(g_out)[piece] = {pack_bf16(out[0].x, out[0].y), pack_bf16(out[1].x, out[1].y),
-                                              pack_bf16(out[2].x, out[2].y), pack_bf16(out[3].x, out[3].y)};
+    *reinterpret_cast<uint4*>(g_out + chunk * kChunk) = {pack_bf16(out[0].x, out[0].y), pack_bf16(out[1].x, out[1].y),
+                                                         pack_bf16(out[2].x, out[2].y), pack_bf16(out[3].x, out[3].y)};
   }
 }
 
@@ -277,14 +349,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (threadIdx.x == 0) {
     for (uint64_t& barrier : shared.full) barrier_init(&barrier, 1);
     for (uint64_t& barrier : shared.empty) barrier_init(&barrier, S::kWarps);
-    for (uint64_t& barrier : shared.received_full) barrier_init(&barrier, 1);
-    for (uint64_t& barrier : shared.h_pre_full) barrier_init(&barrier, 1);
-    barrier_init(&shared.multiplied, S::kWarps);
-    barrier_init(&shared.added, kGateThreads);
+    barrier_init(&shared.added, S::kWarps);
     fence_barrier_init();
   }
+  for (int i = threadIdx.x; i < kTurns * kTokens * S::kPitch; i += S::kThreads) {
+    clear_message(&shared.sums[0][0][0] + i);
+    if (i < kTurns * kTokens * S::kStreams) clear_message(&shared.h_pre[0][0][0] + i);
+  }
   cute::cluster_arrive();
-  cute::cluster_wait();  // the only one: a CTA that has all its messages has sent all that others wait for
+  cute::cluster_wait();  // the only one: nothing is sent to a CTA that does not wait for it
 
   if (warp >= S::kWarps) {
     set_registers<S::kOthers, S::kStart>();
@@ -297,22 +370,26 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   set_registers<S::kMultiply, S::kStart>();
   Weights<S> weights[kChunks];
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    const int column = warp / 4 * p.columns + (work.first_chunk + chunk) * kChunk + warp % 4 * 16;
-    weights[chunk].load(p, column, chunk < work.chunks, lane);
+  load_weights(weights, p, work, warp, lane);
+  if (lane == 0) {
+    for (uint64_t& barrier : shared.empty) arrive(&barrier);
   }
-  Ring<kStages> multiplied, weighed;
+  uint32_t places[kTokens / S::kWarps];
+#pragma unroll
+  for (int i = 0; i < kTokens / S::kWarps; ++i) places[i] = place_of_sums(shared, work, warp + i * S::kWarps, lane);
+  static_assert(kTurns == kStages);
+  Ring<kStages> multiplied, weighed;  // of stages, and of turns
   for (int i = 0; i <= work.tiles; ++i) {
     if (i < work.tiles) {
       wait(&shared.full[multiplied.slot], multiplied.parity);
       multiply_tile(shared, multiplied.slot, weights, work.chunks, warp, lane, i % 2);
+      asm volatile("bar.sync %0, %1;" ::"n"(kMultiplyBarrier), "n"(S::kMultiplyThreads) : "memory");
+      send_sums(shared, places, multiplied.slot, warp, lane);
       multiplied.advance();
     }
     if (i > 0) {
-      const int last = i - 1;
-      wait(&shared.h_pre_full[last % 2], last / 2 % 2);
-      weigh_tile(shared, weighed.slot, last % 2, p, work, work.first_token(last));
+      wait_for_gates(shared, weighed.slot, lane);
+      weigh_tile(shared, weighed.slot, p, work, work.first_token(i - 1));
       __syncwarp();
       if (lane == 0) arrive(&shared.empty[weighed.slot]);
       weighed.advance();
