@@ -1,7 +1,8 @@
 """Times dsa::act_quant beside its peer; writes its results file and plot.
 
-Rows of bf16. TB/s count what is read and written once each. Every case is checked bit by bit against the reference
-before it is timed.
+Rows of bf16. TB/s count what is read and written once each. `rotating` cases are calls in a graph, each with another
+input; `copy` is PyTorch's copy of a tensor of as many bytes in all. Every case is checked bit by bit against the
+reference before it is timed.
 """
 
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Case, drawing, grouped_bars, make_case, measure_ms, peer_figure, run
+from common import Case, drawing, grouped_bars, make_case, measure_ms, measure_rotating_ms, peer_figure, run
 
 from dsa_ext import reference
 
@@ -25,12 +26,15 @@ class Spec:
     name: str
     rows: int
     columns: int
+    rotating: bool = False
 
 
 def specs() -> Iterator[Spec]:
     for rows in (64, 4096, 8192):
         for columns in (1536, 2048, 7168):
             yield Spec(f"{rows} rows", f"{rows}x{columns}", rows, columns)
+            if rows == 8192:
+                yield Spec(f"{rows} rows", f"{rows}x{columns}_rotating", rows, columns, rotating=True)
 
 
 def measure(spec: Spec, _times: dict[str, float]) -> Case:
@@ -38,11 +42,17 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     x = torch.randn(spec.rows, spec.columns, generator=generator, device="cuda").bfloat16()
     for got, expected in zip(torch.ops.dsa.act_quant(x), reference.act_quant(x), strict=True):
         assert torch.equal(got.float(), expected.float())
-    ms = measure_ms(lambda: torch.ops.dsa.act_quant(x))
-    peer = None
-    if spec.name in PEERS:
-        peer = ("TileLang", peer_figure("act_quant_fp8", f"tilelang_{spec.name}", "us") / 1e3)
     moved = x.nbytes + x.numel() + x.numel() // 32
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    if spec.rotating:
+        ms = measure_rotating_ms(torch.ops.dsa.act_quant, [x.clone() for _ in range(8)])
+        peer = ("copy", measure_rotating_ms(lambda t: t.clone(), [source.clone() for _ in range(8)]))
+    else:
+        ms = measure_ms(lambda: torch.ops.dsa.act_quant(x))
+        peer = ("copy", measure_ms(lambda: target.copy_(source)))
+        if spec.name in PEERS:
+            peer = ("TileLang", peer_figure("act_quant_fp8", f"tilelang_{spec.name}", "us") / 1e3)
     return make_case(
         spec.name, spec.group, {"M": spec.rows, "N": spec.columns}, ms, peer=peer, tbps=round(moved / ms / 1e9, 3)
     )

@@ -110,6 +110,29 @@ def measure_ms(call: Callable[[], object]) -> float:
     return float(do_bench(call, return_mode="median"))
 
 
+def measure_rotating_ms(call: Callable[[Any], object], inputs: Sequence[Any]) -> float:
+    """Milliseconds of a call in one CUDA graph of calls, one for each input: a short kernel in the middle of others.
+
+    Together the inputs are to be several times as large as the L2, which is not full of data here that has to be
+    written before others can come.
+    """
+    call(inputs[0])
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        kept = [call(value) for value in inputs]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(12):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / len(inputs))
+    del kept
+    return sorted(times)[len(times) // 2]
+
+
 def peer_figure(op: str, key: str, case: str) -> float:
     return float(PEERS[op][key][case])
 

@@ -91,6 +91,28 @@ def test_graph_capture_at_first_call_and_side_stream() -> None:
 
 
 @pytest.mark.parametrize("rows", [5, 100])
+def test_errors(rows: int) -> None:
+    a, a_s, b, b_s = make(rows, 256, 640)
+    shifted = torch.nn.functional.pad(a.view(torch.uint8), (8, 0)).view(a.dtype)[:, 8:]
+    with pytest.raises(RuntimeError, match="dsa::fp8_gemm: a must have rows that start 16-byte aligned"):
+        dsa_ext.fp8_gemm(shifted, a_s, b, b_s)
+    with pytest.raises(RuntimeError, match="dsa::fp8_gemm: b must have stride 1 in its last dimension, got stride 256"):
+        dsa_ext.fp8_gemm(a, a_s, b.mT.contiguous().mT, b_s)
+    with pytest.raises(RuntimeError, match="dsa::fp8_gemm: b_s must be on the device of a"):
+        torch.ops.dsa.fp8_gemm(a, a_s, b, b_s.cpu())
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 128), (5, 0, 128), (100, 64, 0), (5, 64, 0)], ids=str)
+def test_empty_tensors(shape: tuple[int, int, int]) -> None:
+    rows, width, columns = shape
+    a, b = (torch.zeros(n, columns, device="cuda").to(torch.float8_e4m3fn) for n in (rows, width))
+    a_s, b_s = (torch.zeros(n, columns // 128, device="cuda") for n in (rows, -(-width // 128)))
+    out = dsa_ext.fp8_gemm(a, a_s, b, b_s)
+    assert out.shape == (rows, width)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("rows", [5, 100])
 def test_linear(rows: int) -> None:
     linear = torch.nn.Linear(1536, 2112, device="cuda")
     layer = FP8Linear(linear)

@@ -76,6 +76,12 @@ SHAPES = [
     ((1, 200), 4, 2560),
     ((2, 130), 4, 7168),
     ((1, 65), 2, 7168),
+    ((2, 17), 4, 896),
+    ((1, 20), 2, 1664),
+    ((1, 33), 4, 8192),
+    ((1, 33), 2, 8192),
+    ((1, 3000), 4, 1280),
+    ((1, 5000), 4, 128),
 ]
 
 
@@ -171,6 +177,16 @@ def test_empty_tensors(tokens: tuple[int, int]) -> None:
     assert out.shape == args["x"].shape
     out.sum().backward()
     assert not args["phi"].grad.any()
+
+
+def test_errors() -> None:
+    x = torch.zeros(1, 2, 8, 128, device="cuda", dtype=torch.bfloat16)
+    args = (torch.zeros(80, 1024, device="cuda"), torch.zeros(3, device="cuda"), torch.zeros(80, device="cuda"))
+    with pytest.raises(RuntimeError, match="dsa::mhc_pre_fwd: x must have 2 or 4 streams, got 8"):
+        torch.ops.dsa.mhc_pre_fwd(x, *args)
+    h_post, h_res = (torch.zeros(1, 2, *sizes, device="cuda") for sizes in ((8,), (8, 8)))
+    with pytest.raises(RuntimeError, match="dsa::mhc_post: x must have 2 or 4 streams, got 8"):
+        torch.ops.dsa.mhc_post(x, x[:, :, 0], h_post, h_res)
 
 
 def test_graph_capture_at_first_call_and_side_stream() -> None:

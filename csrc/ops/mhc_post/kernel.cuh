@@ -1,8 +1,8 @@
 // out_i = sum_j M_ij x_j + h_post_i y, M from h_res by Sinkhorn's rounds, and the gradients of that.
 //
-// A CTA has eight tokens, and each warp streams one. The rounds, which take their time one after another, are made by
-// the first warp for all of them, a lane a row of weights, while the others wait for what they have loaded first.
-// docs/mhc.md has the maths.
+// The rounds take their time one after another, so that a kernel of its own makes them for all tokens at once, a thread
+// a row of weights. Meanwhile the kernel that streams x and y, a warp a token, has begun to load. Of the gradients a
+// third one goes back through the rounds. docs/mhc.md has the maths.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,13 +11,15 @@
 
 #include "params.h"
 #include "sm90/matrix_copy.cuh"
+#include "sm90/programmatic.cuh"
 #include "sm90/warpgroup.cuh"
 
 namespace dsa::mhc_post {
 
 using namespace dsa::sm90;
 
-inline constexpr int kTokens = 8, kThreads = kTokens * kWarpThreads;
+inline constexpr int kTokens = 8, kThreads = kTokens * kWarpThreads;  // of a CTA that streams
+inline constexpr int kRowThreads = kWarpThreads;                      // of one that makes rounds
 
 // Of streams side by side: 8 columns each.
 struct alignas(16) Piece {
@@ -85,70 +87,85 @@ __device__ __forceinline__ void normalise_bwd(float (&gradient)[kStreams], float
   }
 }
 
-// What the warps need of a token.
+// A thread's row of weights, of all tokens'.
 template <int kStreams>
-struct Weights {
-  float mixing[kTokens][kStreams][kStreams], h_post[kTokens][kStreams];
-};
-
-// The place of a lane of the first warp: a token of the CTA, a row of its weights, and whether there are such.
-template <int kStreams>
-struct RowOfLane {
-  int token, row;
-  int64_t global;  // of all rows
+struct Row {
+  int64_t index;
   bool exists;
+  float logarithms[kStreams];
 
-  __device__ __forceinline__ RowOfLane(const Params& p, int lane) : token(lane / kStreams), row(lane % kStreams) {
-    const int64_t first = int64_t{blockIdx.x} * kTokens;
-    exists = token < kTokens && first + token < p.tokens;
-    global = (first + token) * kStreams + row;
+  __device__ __forceinline__ explicit Row(const Params& p) : index(int64_t{blockIdx.x} * kRowThreads + threadIdx.x) {
+    exists = index < int64_t{p.tokens} * kStreams;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) logarithms[j] = exists ? p.h_res[index * kStreams + j] : 0.f;
   }
 };
 
-template <int kStreams, class Keep>
-__device__ __forceinline__ void make_weights(Weights<kStreams>& weights, const Params& p, int lane,
-                                             float (&row)[kStreams], Keep&& keep) {
-  const RowOfLane<kStreams> at(p, lane);
+template <int kStreams>
+__global__ void __launch_bounds__(kRowThreads) mixing_kernel(const __grid_constant__ Params p) {
+  let_next_kernel_start();
+  Row<kStreams> row(p);
+  normalise<kStreams>(row.logarithms, p.iterations, threadIdx.x, [](int, float) {});
+  if (!row.exists) return;
 #pragma unroll
-  for (int j = 0; j < kStreams; ++j) row[j] = at.exists ? p.h_res[at.global * kStreams + j] : 0.f;
-  const float h_post = at.exists ? p.h_post[at.global] : 0.f;
-  normalise<kStreams>(row, p.iterations, lane, keep);
-  if (at.token >= kTokens) return;
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) weights.mixing[at.token][at.row][j] = __expf(row[j]);
-  weights.h_post[at.token][at.row] = h_post;
+  for (int j = 0; j < kStreams; ++j) p.mixing[row.index * kStreams + j] = __expf(row.logarithms[j]);
 }
+
+// `dh_res` has the gradients of the weights, and gets those of h_res.
+template <int kStreams>
+__global__ void __launch_bounds__(kRowThreads) mixing_bwd_kernel(const __grid_constant__ Params p) {
+  __shared__ float subtracted[2 * kMaxIterations][kRowThreads];
+  const int lane = threadIdx.x;
+  Row<kStreams> row(p);
+  normalise<kStreams>(row.logarithms, p.iterations, lane,
+                      [&](int step, float of_lane) { subtracted[step][lane] = of_lane; });
+  __syncwarp();
+  wait_for_kernel_before();
+  float gradient[kStreams];
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    gradient[j] = row.exists ? p.dh_res[row.index * kStreams + j] * __expf(row.logarithms[j]) : 0.f;
+  }
+  normalise_bwd<kStreams>(gradient, row.logarithms, p.iterations, lane,
+                          [&](int step, int of) { return subtracted[step][lane / kStreams * kStreams + of]; });
+  if (!row.exists) return;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) p.dh_res[row.index * kStreams + j] = gradient[j];
+}
+
+// The weights of a token, which every lane of its warp has.
+template <int kStreams>
+struct Weights {
+  float mixing[kStreams][kStreams], h_post[kStreams];
+
+  __device__ __forceinline__ Weights(const Params& p, int64_t token) {
+#pragma unroll
+    for (int i = 0; i < kStreams; ++i) {
+      h_post[i] = p.h_post[token * kStreams + i];
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) mixing[i][j] = p.mixing[(token * kStreams + i) * kStreams + j];
+    }
+  }
+};
 
 template <int kStreams>
 __global__ void __launch_bounds__(kThreads, 2) mhc_post_fwd_kernel(const __grid_constant__ Params p) {
-  __shared__ Weights<kStreams> weights;
-  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, pieces = p.columns / 8;
-  const int64_t token = int64_t{blockIdx.x} * kTokens + warp;
-  const bool exists = token < p.tokens;
+  const int lane = threadIdx.x % kWarpThreads, pieces = p.columns / 8;
+  const int64_t token = int64_t{blockIdx.x} * kTokens + threadIdx.x / kWarpThreads;
+  if (token >= p.tokens) return;
   const auto* g_x = static_cast<const Piece*>(p.x) + token * kStreams * pieces;
   const auto* g_y = static_cast<const Piece*>(p.y) + token * pieces;
   auto* g_out = static_cast<Piece*>(p.out) + token * kStreams * pieces;
   Piece x[kStreams], y;
   const auto load_pieces = [&](int piece) {
-    if (!exists || piece >= pieces) return;
+    if (piece >= pieces) return;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) x[j] = load(g_x + j * pieces + piece);
     y = load(g_y + piece);
   };
   load_pieces(lane);
-  if (warp == 0) {
-    float row[kStreams];
-    make_weights(weights, p, lane, row, [](int, float) {});
-  }
-  __syncthreads();
-  if (!exists) return;
-  float mixing[kStreams][kStreams], h_post[kStreams];
-#pragma unroll
-  for (int i = 0; i < kStreams; ++i) {
-    h_post[i] = weights.h_post[warp][i];
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) mixing[i][j] = weights.mixing[warp][i][j];
-  }
+  wait_for_kernel_before();
+  const Weights<kStreams> weights(p, token);
   for (int piece = lane; piece < pieces; piece += kWarpThreads) {
     float2 streams[kStreams][4], layer[4];
 #pragma unroll
@@ -163,10 +180,11 @@ __global__ void __launch_bounds__(kThreads, 2) mhc_post_fwd_kernel(const __grid_
       Piece out;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        float2 sum{h_post[i] * layer[c].x, h_post[i] * layer[c].y};
+        float2 sum{weights.h_post[i] * layer[c].x, weights.h_post[i] * layer[c].y};
 #pragma unroll
         for (int j = 0; j < kStreams; ++j) {
-          sum.x = fmaf(mixing[i][j], streams[j][c].x, sum.x), sum.y = fmaf(mixing[i][j], streams[j][c].y, sum.y);
+          sum.x = fmaf(weights.mixing[i][j], streams[j][c].x, sum.x);
+          sum.y = fmaf(weights.mixing[i][j], streams[j][c].y, sum.y);
         }
         out.pairs[c] = pack_bf16(sum.x, sum.y);
       }
@@ -178,85 +196,69 @@ __global__ void __launch_bounds__(kThreads, 2) mhc_post_fwd_kernel(const __grid_
 template <int kStreams>
 __global__ void __launch_bounds__(kThreads, 2) mhc_post_bwd_kernel(const __grid_constant__ Params p) {
   constexpr int kWeights = kStreams * kStreams, kSums = kWeights + kStreams;
-  __shared__ Weights<kStreams> weights;
-  __shared__ float subtracted[2 * kMaxIterations][kTokens * kStreams], sums[kTokens][kSums];
-  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, pieces = p.columns / 8;
-  const int64_t token = int64_t{blockIdx.x} * kTokens + warp;
-  float row[kStreams];  // of the first warp
-  if (warp == 0) {
-    make_weights(weights, p, lane, row, [&](int step, float of_lane) {
-      if (lane < kTokens * kStreams) subtracted[step][lane] = of_lane;
-    });
-  }
-  __syncthreads();
-  if (token < p.tokens) {
-    const auto* g_x = static_cast<const Piece*>(p.x) + token * kStreams * pieces;
-    const auto* g_dout = static_cast<const Piece*>(p.dout) + token * kStreams * pieces;
-    const auto* g_y = static_cast<const Piece*>(p.y) + token * pieces;
-    auto* g_dx = static_cast<Piece*>(p.out) + token * kStreams * pieces;
-    auto* g_dy = static_cast<Piece*>(p.dy) + token * pieces;
-    float products[kSums] = {};  // of dout_i with x_j, then with y
-    for (int piece = lane; piece < pieces; piece += kWarpThreads) {
-      Piece x[kStreams], dout[kStreams], dy;
+  let_next_kernel_start();
+  const int lane = threadIdx.x % kWarpThreads, pieces = p.columns / 8;
+  const int64_t token = int64_t{blockIdx.x} * kTokens + threadIdx.x / kWarpThreads;
+  wait_for_kernel_before();
+  if (token >= p.tokens) return;
+  const Weights<kStreams> weights(p, token);
+  const auto* g_x = static_cast<const Piece*>(p.x) + token * kStreams * pieces;
+  const auto* g_dout = static_cast<const Piece*>(p.dout) + token * kStreams * pieces;
+  const auto* g_y = static_cast<const Piece*>(p.y) + token * pieces;
+  auto* g_dx = static_cast<Piece*>(p.out) + token * kStreams * pieces;
+  auto* g_dy = static_cast<Piece*>(p.dy) + token * pieces;
+  float products[kSums] = {};  // of dout_i with x_j, then with y
+  for (int piece = lane; piece < pieces; piece += kWarpThreads) {
+    Piece x[kStreams], dout[kStreams], dy;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) {
+      x[j] = load(g_x + j * pieces + piece), dout[j] = load(g_dout + j * pieces + piece);
+    }
+    const Piece y = load(g_y + piece);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float2 layer = unpack_bf16(y.pairs[c]);
+      float2 upstream[kStreams], of_y{};
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) {
+        upstream[i] = unpack_bf16(dout[i].pairs[c]);
+        const float h_post = weights.h_post[i];
+        of_y.x = fmaf(h_post, upstream[i].x, of_y.x), of_y.y = fmaf(h_post, upstream[i].y, of_y.y);
+        products[kWeights + i] = fmaf(upstream[i].x, layer.x, fmaf(upstream[i].y, layer.y, products[kWeights + i]));
+      }
+      dy.pairs[c] = pack_bf16(of_y.x, of_y.y);
 #pragma unroll
       for (int j = 0; j < kStreams; ++j) {
-        x[j] = load(g_x + j * pieces + piece), dout[j] = load(g_dout + j * pieces + piece);
-      }
-      const Piece y = load(g_y + piece);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float2 layer = unpack_bf16(y.pairs[c]);
-        float2 upstream[kStreams], of_y{};
+        const float2 stream = unpack_bf16(x[j].pairs[c]);
+        float2 of_x{};
 #pragma unroll
         for (int i = 0; i < kStreams; ++i) {
-          upstream[i] = unpack_bf16(dout[i].pairs[c]);
-          const float h_post = weights.h_post[warp][i];
-          of_y.x = fmaf(h_post, upstream[i].x, of_y.x), of_y.y = fmaf(h_post, upstream[i].y, of_y.y);
-          products[kWeights + i] = fmaf(upstream[i].x, layer.x, fmaf(upstream[i].y, layer.y, products[kWeights + i]));
+          const float weight = weights.mixing[i][j];
+          of_x.x = fmaf(weight, upstream[i].x, of_x.x), of_x.y = fmaf(weight, upstream[i].y, of_x.y);
+          float& product = products[i * kStreams + j];
+          product = fmaf(upstream[i].x, stream.x, fmaf(upstream[i].y, stream.y, product));
         }
-        dy.pairs[c] = pack_bf16(of_y.x, of_y.y);
-#pragma unroll
-        for (int j = 0; j < kStreams; ++j) {
-          const float2 stream = unpack_bf16(x[j].pairs[c]);
-          float2 of_x{};
-#pragma unroll
-          for (int i = 0; i < kStreams; ++i) {
-            const float weight = weights.mixing[warp][i][j];
-            of_x.x = fmaf(weight, upstream[i].x, of_x.x), of_x.y = fmaf(weight, upstream[i].y, of_x.y);
-            float& product = products[i * kStreams + j];
-            product = fmaf(upstream[i].x, stream.x, fmaf(upstream[i].y, stream.y, product));
-          }
-          x[j].pairs[c] = pack_bf16(of_x.x, of_x.y);
-        }
+        x[j].pairs[c] = pack_bf16(of_x.x, of_x.y);
       }
-#pragma unroll
-      for (int j = 0; j < kStreams; ++j) g_dx[j * pieces + piece] = x[j];
-      g_dy[piece] = dy;
     }
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
+    for (int j = 0; j < kStreams; ++j) g_dx[j * pieces + piece] = x[j];
+    g_dy[piece] = dy;
+  }
+  float own = 0.f;  // lane i: product i
 #pragma unroll
-      for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) {
-        products[i] += __shfl_xor_sync(~0u, products[i], lanes);
-      }
-      if (lane == 0) sums[warp][i] = products[i];
+  for (int i = 0; i < kSums; ++i) {
+#pragma unroll
+    for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) {
+      products[i] += __shfl_xor_sync(~0u, products[i], lanes);
     }
+    if (lane == i) own = products[i];
   }
-  __syncthreads();
-  if (warp > 0) return;
-  const RowOfLane<kStreams> at(p, lane);
-  float gradient[kStreams];
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) {
-    gradient[j] = at.exists ? sums[at.token][at.row * kStreams + j] * __expf(row[j]) : 0.f;
+  if (lane < kWeights) {
+    p.dh_res[token * kWeights + lane] = own;
+  } else if (lane < kSums) {
+    p.dh_post[token * kStreams + lane - kWeights] = own;
   }
-  if (at.exists) p.dh_post[at.global] = sums[at.token][kWeights + at.row];
-  normalise_bwd<kStreams>(gradient, row, p.iterations, lane, [&](int step, int of) {
-    return lane < kTokens * kStreams ? subtracted[step][at.token * kStreams + of] : 0.f;
-  });
-  if (!at.exists) return;
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) p.dh_res[at.global * kStreams + j] = gradient[j];
 }
 
 }  // namespace dsa::mhc_post

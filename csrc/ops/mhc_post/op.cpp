@@ -1,4 +1,6 @@
 // dsa::mhc_post and dsa::mhc_post_bwd on CUDA: argument checks, allocation, launch. docs/mhc.md has the maths.
+#include <torch/csrc/stable/ops.h>
+
 #include <cstdint>
 #include <tuple>
 
@@ -54,7 +56,9 @@ Tensor mhc_post(Tensor x, Tensor y, Tensor h_post, Tensor h_res, int64_t iterati
   Tensor out = empty({x.size(0), x.size(1), x.size(2), x.size(3)}, ScalarType::BFloat16, device_index);
   if (out.numel() == 0) return out;
   for (Tensor* tensor : {&x, &y, &h_post, &h_res}) *tensor = aligned_contiguous(*tensor);
+  const Tensor mixing = torch::stable::empty_like(h_res);
   Params params = params_of(x, y, h_post, h_res, iterations);
+  params.mixing = static_cast<float*>(mixing.data_ptr());
   params.out = out.data_ptr();
   const char* error = launch_fwd(params, current_stream(device_index));
   DSA_CHECK(error == nullptr, kForward, ": launch failed: ", error);
@@ -78,7 +82,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mhc_post_bwd(Tensor dout, Tensor x, T
   Tensor dh_res = empty({batch, length, streams, streams}, ScalarType::Float, device_index);
   if (dx.numel() == 0) return {dx, dy, dh_post, dh_res};
   for (Tensor* tensor : {&dout, &x, &y, &h_post, &h_res}) *tensor = aligned_contiguous(*tensor);
+  const Tensor mixing = torch::stable::empty_like(h_res);
   Params params = params_of(x, y, h_post, h_res, iterations);
+  params.mixing = static_cast<float*>(mixing.data_ptr());
   params.dout = dout.data_ptr(), params.out = dx.data_ptr(), params.dy = dy.data_ptr();
   params.dh_post = static_cast<float*>(dh_post.data_ptr()), params.dh_res = static_cast<float*>(dh_res.data_ptr());
   const char* error = launch_bwd(params, current_stream(device_index));

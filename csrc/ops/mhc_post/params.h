@@ -12,6 +12,7 @@ struct Params {
   void* out;                    // bf16: the result, or dx
   void* dy;
   float *dh_post, *dh_res;
+  float* mixing;  // scratch [tokens, streams, streams]: weights behind the last round
   int tokens, streams, columns, iterations;
   int device;  // index of the one that runs the kernel
 };

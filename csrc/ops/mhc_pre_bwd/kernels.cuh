@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
   }
   __syncthreads();
   if (warp > 0) return;
+  const float inv_rms = p.inv_rms[token];
   float dsum = 0.f, dmixed = 0.f, along = 0.f;
   if (lane < kMixed) {
     const int part = lane < kStreams ? 0 : lane < 2 * kStreams ? 1 : 2;
@@ -86,12 +87,13 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
     } else {
       dsum = p.dh_res[token * kStreams * kStreams + lane - 2 * kStreams];
     }
-    p.dsums[token * kMixed + lane] = dsum;
+    const float mix = p.h_mix[token * kMixed + lane];
+    p.terms[lane * int64_t{p.tokens} + token] = dsum;
+    p.terms[(kMixed + lane) * int64_t{p.tokens} + token] = dsum * mix * inv_rms;
     dmixed = p.alpha[part] * dsum;
-    along = dmixed * p.h_mix[token * kMixed + lane];
+    along = dmixed * mix;
   }
   for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) along += __shfl_xor_sync(~0u, along, lanes);
-  const float inv_rms = p.inv_rms[token];
   if (lane < kStreams) behind<kStreams>(g_high)[lane] = p.h_pre[token * kStreams + lane];
   if (lane == 0) behind<kStreams>(g_low)[0] = along * inv_rms * inv_rms * inv_rms / (kStreams * p.columns);
   if (lane >= Shape<kStreams>::kSteps * 16) return;
@@ -269,13 +271,25 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
   if (threadIdx.x == 0) tma_store_wait_read();
 }
 
-// Sums over the runs: a thread has a column, and a quarter of phi's rows. The last CTA sums the gradients of alpha and
-// bias over the tokens.
+// Of a CTA, in a fixed order; the first thread has it.
+__device__ __forceinline__ float sum_of_cta(float value) {
+  __shared__ float of_warps[kReduceThreads / kWarpThreads];
+  for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+  if (threadIdx.x % kWarpThreads == 0) of_warps[threadIdx.x / kWarpThreads] = value;
+  __syncthreads();
+  float sum = 0.f;
+  for (float of_warp : of_warps) sum += of_warp;
+  return sum;
+}
+
+// The first CTAs sum over the runs: a thread has a column, and a quarter of phi's rows. The others have a gradient each
+// of bias, and then of alpha, which are sums of neighbours in scratch.
 template <int kStreams>
 __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_constant__ Params p) {
-  constexpr int kMixed = Shape<kStreams>::kMixed, kRows = kMixed / kReduceParts, kOfRow = kReduceThreads / kMixed;
+  constexpr int kMixed = Shape<kStreams>::kMixed, kRows = kMixed / kReduceParts;
   const int64_t columns = int64_t{kStreams} * p.columns;
-  if (blockIdx.x + 1 < gridDim.x) {
+  const int job = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x - kMixed - 3);
+  if (job < 0) {
     __shared__ float of_gamma[kReduceParts][kReduceColumns];
     const int own = threadIdx.x % kReduceColumns, part = threadIdx.x / kReduceColumns;
     const int64_t column = int64_t{blockIdx.x} * kReduceColumns + own;
@@ -304,30 +318,16 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_con
     p.dgamma[column] = dgamma;
     return;
   }
-  __shared__ float of_bias[kOfRow][kMixed], of_alpha[kOfRow][kMixed];
-  float dbias = 0.f, dalpha = 0.f;
+  const int part = job - kMixed;  // of alpha, whose terms are behind those of bias
+  const int begin = part < 0 ? job : kMixed + part * kStreams;
+  const int end = part < 0 ? job + 1 : part == 2 ? 2 * kMixed : begin + kStreams;
+  float sum = 0.f;
 #pragma unroll 8
-  for (int64_t i = threadIdx.x; i < int64_t{p.tokens} * kMixed; i += kReduceThreads) {  // always of the same m
-    const float dsum = p.dsums[i];
-    dbias += dsum;
-    dalpha = fmaf(dsum, p.h_mix[i] * p.inv_rms[i / kMixed], dalpha);
+  for (int64_t i = int64_t{begin} * p.tokens + threadIdx.x; i < int64_t{end} * p.tokens; i += kReduceThreads) {
+    sum += p.terms[i];
   }
-  of_bias[threadIdx.x / kMixed][threadIdx.x % kMixed] = dbias;
-  of_alpha[threadIdx.x / kMixed][threadIdx.x % kMixed] = dalpha;
-  __syncthreads();
-  if (threadIdx.x < kMixed) {
-    dbias = dalpha = 0.f;
-    for (int i = 0; i < kOfRow; ++i) dbias += of_bias[i][threadIdx.x], dalpha += of_alpha[i][threadIdx.x];
-    p.dbias[threadIdx.x] = dbias;
-    of_alpha[0][threadIdx.x] = dalpha;
-  }
-  __syncthreads();
-  if (threadIdx.x < 3) {
-    const int begin = threadIdx.x * kStreams, end = threadIdx.x == 2 ? kMixed : begin + kStreams;
-    float sum = 0.f;
-    for (int m = begin; m < end; ++m) sum += of_alpha[0][m];
-    p.dalpha[threadIdx.x] = sum;
-  }
+  sum = sum_of_cta(sum);
+  if (threadIdx.x == 0) (part < 0 ? p.dbias[job] : p.dalpha[part]) = sum;
 }
 
 }  // namespace dsa::mhc_pre_bwd

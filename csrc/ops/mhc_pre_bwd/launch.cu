@@ -33,7 +33,7 @@ template <int kStreams>
 const char* launch_streams(const Params& p, cudaStream_t stream) {
   const char* error = p.tokens > 0 ? launch_tokens<kStreams>(p, stream) : nullptr;
   if (error != nullptr) return error;
-  const unsigned reduce_ctas = (kStreams * p.columns - 1) / kReduceColumns + 2;
+  const unsigned reduce_ctas = (kStreams * p.columns - 1) / kReduceColumns + 1 + Shape<kStreams>::kMixed + 3;
   return launch_kernel<reduce_kernel<kStreams>>(p.device, reduce_ctas, kReduceThreads, 0, stream, p);
 }
 

@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Ten
   Tensor dx = empty({x.size(0), x.size(1), streams, columns}, ScalarType::BFloat16, device_index);
   Tensor dphi = floats({mixed, flat}), dalpha = floats({3}), dbias = floats({mixed}),
          dgamma = floats({gamma ? flat : 0});
-  Tensor dsums = floats({tokens, mixed}), parts = floats({runs, mixed, flat});
+  Tensor terms = floats({2, mixed, tokens}), parts = floats({runs, mixed, flat});
   Tensor dh_mix = empty({2, padded, pitch_of(static_cast<int>(streams))}, ScalarType::BFloat16, device_index);
   const auto read = [](const Tensor& tensor) { return static_cast<const float*>(tensor.data_ptr()); };
   const auto write = [](const Tensor& tensor) { return static_cast<float*>(tensor.data_ptr()); };
@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Ten
       .dbias = write(dbias),
       .dgamma = write(dgamma),
       .eps = static_cast<float>(eps),
-      .dsums = write(dsums),
+      .terms = write(terms),
       .dh_mix = dh_mix.data_ptr(),
       .parts = write(parts),
       .tokens = static_cast<int>(tokens),

@@ -14,7 +14,8 @@ struct Params {
   float eps;
 
   // Scratch.
-  float* dsums;  // gradients of the sums that the gates are functions of [tokens, mixed]
+  float*
+      terms;  // [2, mixed, tokens]: gradients of the sums that the gates are functions of, and times what alpha scales
   void*
       dh_mix;  // bf16 [2, padded_tokens, pitch]: rounded, and what that leaves out; zeros, and more of the token behind
   float* parts;  // sums over a run of tokens [runs, mixed, streams * columns]
