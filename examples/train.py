@@ -3,6 +3,7 @@
 The text is this repository's own documentation. First the model learns with dense attention. Then everything but the
 indexers is frozen, and they learn to predict attention to all keys (warm-up). At last queries read only the keys that
 the indexers select, and everything learns: the model from the text, the indexers from the keys that they select.
+With `--streams` layers are joined by hyper-connections instead of residual ones.
 """
 
 import argparse
@@ -11,24 +12,25 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import dsa_ext
-from dsa_ext.nn import Phase, SparseMLA
+from dsa_ext.nn import HyperConnection, Phase, SparseMLA
 from dsa_ext.testing.progress import Progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BYTES = 256
 
 
-class Block(nn.Module):
-    """Attention and a perceptron, each added to the stream."""
+class Attention(nn.Module):
+    """What it adds to the stream, and its indexer's loss."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(args.hidden), nn.RMSNorm(args.hidden)
+        self.norm = nn.RMSNorm(args.hidden)
         self.attention = SparseMLA(
             args.hidden,
             args.heads,
@@ -38,14 +40,46 @@ class Block(nn.Module):
             topk=args.topk,
             indexer={"heads": args.index_heads, "head_dim": args.index_dim},
         )
-        self.mlp = nn.Sequential(
-            nn.Linear(args.hidden, 4 * args.hidden), nn.GELU(), nn.Linear(4 * args.hidden, args.hidden)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        result = self.attention(self.norm(x))
+        return result.out, result.indexer_loss
+
+
+class Residual(nn.Module):
+    """The connection of a single stream: a layer's result is added to it. Its uses are those of HyperConnection."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def read(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def forward(self, x: Tensor) -> Any:
+        result = self.layer(x)
+        return (x + result[0], *result[1:]) if isinstance(result, tuple) else x + result
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each joined to the stream or streams."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        perceptron = nn.Sequential(
+            nn.RMSNorm(args.hidden),
+            nn.Linear(args.hidden, 4 * args.hidden),
+            nn.GELU(),
+            nn.Linear(4 * args.hidden, args.hidden),
+        )
+        self.attention, self.mlp = (
+            Residual(layer) if args.streams == 1 else HyperConnection(layer, args.hidden, args.streams)
+            for layer in (Attention(args), perceptron)
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        result = self.attention(self.attention_norm(x))
-        x = x + result.out
-        return x + self.mlp(self.mlp_norm(x)), result.indexer_loss
+        x, loss = self.attention(x)
+        return self.mlp(x), loss
 
 
 class Model(nn.Module):
@@ -53,23 +87,29 @@ class Model(nn.Module):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
+        self.streams = args.streams
         self.embedding = nn.Embedding(BYTES, args.hidden)
         self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
         self.norm, self.head = nn.RMSNorm(args.hidden), nn.Linear(args.hidden, BYTES, bias=False)
 
+    def embed(self, text: Tensor) -> Tensor:
+        """[B, S, hidden], or of several streams [B, S, n, hidden]."""
+        x: Tensor = self.embedding(text)
+        return x if self.streams == 1 else x[:, :, None].expand(-1, -1, self.streams, -1)
+
     def forward(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits [B, S, 256], and the sum of the indexers' losses, if they have one."""
-        x, losses = self.embedding(text), []
+        x, losses = self.embed(text), []
         for block in self.blocks:
             x, loss = block(x)
             losses.append(loss)
         total = None if losses[0] is None else torch.stack(losses).sum()
-        return self.head(self.norm(x)), total
+        return self.head(self.norm(x if self.streams == 1 else x.mean(2))), total
 
     def enter(self, phase: Phase) -> list[nn.Parameter]:
         """Sets the phase; returns the parameters that learn in it."""
         for block in self.blocks:
-            block.attention.phase = phase
+            block.attention.layer.attention.phase = phase
         for name, parameter in self.named_parameters():
             parameter.requires_grad_({"dense": ".indexer." not in name, "warmup": ".indexer." in name}.get(phase, True))
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -80,9 +120,9 @@ class Model(nn.Module):
 
         Means over the queries that see twice as many keys as they select.
         """
-        x, mass, recall = self.embedding(text), [], []
+        x, mass, recall = self.embed(text), [], []
         for block in self.blocks:
-            layer, inputs = block.attention, block.attention_norm(x)
+            layer, inputs = block.attention.layer.attention, block.attention.layer.norm(block.attention.read(x)[0])
             attention, ids = layer.attention_to_all(inputs), layer.select(inputs)
             topk = ids.shape[2]
             chosen, best = ids[:, 2 * topk :].long(), attention[:, 2 * topk :]
@@ -180,7 +220,8 @@ def draw(history: History, path: Path) -> None:
 
 
 def print_report(args: argparse.Namespace, history: History) -> None:
-    print(f"\n{args.layers} layers, {args.heads} heads, {args.length} bytes a window, {args.topk} keys a query.\n")
+    layers = f"{args.layers} layers" + (f", {args.streams} streams" if args.streams > 1 else "")
+    print(f"\n{layers}, {args.heads} heads, {args.length} bytes a window, {args.topk} keys a query.\n")
     print(f"{'phase':<9}{'steps':>6}{'language loss':>21}{'indexer KL':>19}{'mass':>16}{'recall':>16}{'step':>10}")
     for phase in dict.fromkeys(history.phases):
         first, count = history.phases.index(phase), history.phases.count(phase)
@@ -213,6 +254,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     number("layers", 4, 2, "of the model")
     number("hidden", 1024, 128, "columns of the stream")
+    number("streams", 1, 1, "side by side, 1, 2 or 4; joined by hyper-connections where there are several")
     number("heads", 64, 4, "of attention")
     number("head-dim", 128, 32, "columns of a head, without those with RoPE")
     number("index-heads", 64, 8, "of an indexer")
@@ -231,6 +273,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if not 2 * args.topk < args.length:
         parser.error(f"--topk must be below half of --length, {args.length}, got {args.topk}")
+    if args.streams not in (1, 2, 4):
+        parser.error(f"--streams must be 1, 2 or 4, got {args.streams}")
+    if args.streams > 1 and args.hidden % 128 != 0:
+        parser.error(f"--hidden must be a multiple of 128 for several streams, got {args.hidden}")
     args.device = torch.device("cuda" if hopper else "cpu")
     return args
 

@@ -14,7 +14,7 @@ from dsa_ext import reference
 from dsa_ext.reference.fp8 import dequantize, next_power_of_two
 
 OP = "act_quant"
-_, cpu, fake = callers(OP)
+native, cpu, fake = callers(OP)
 E4M3 = torch.float8_e4m3fn
 
 
@@ -114,10 +114,14 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("call", [cpu, fake], ids=["cpu", "fake"])
+@pytest.mark.parametrize("call", [native, cpu, fake], ids=["native", "cpu", "fake"])
 @pytest.mark.parametrize(("args", "message"), ERRORS, ids=[text for _, text in ERRORS])
 def test_errors(call: Callable[..., Any], args: dict[str, Any], message: str) -> None:
     assert_error(call, OP, args, message)
+
+
+def test_errors_of_the_kernel_alone() -> None:
+    assert_error(native, OP, {"x": torch.zeros(3, 128)}, "x must be on a CUDA device, got cpu")
 
 
 def test_fake_results_are_like_those_of_the_cpu() -> None:

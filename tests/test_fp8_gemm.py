@@ -16,7 +16,7 @@ from dsa_ext.nn import FP8Linear
 from dsa_ext.testing.tolerances import similarity_error
 
 OP = "fp8_gemm"
-_, cpu, fake = callers(OP)
+native, cpu, fake = callers(OP)
 E4M3 = torch.float8_e4m3fn
 
 
@@ -102,10 +102,19 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("call", [cpu, fake], ids=["cpu", "fake"])
+@pytest.mark.parametrize("call", [native, cpu, fake], ids=["native", "cpu", "fake"])
 @pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[text for _, text in ERRORS])
 def test_errors(call: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
     assert_error(call, OP, make(5, 200, 256) | changes, message)
+
+
+def test_errors_of_the_kernel_alone() -> None:
+    args = make(5, 200, 256)
+    assert_error(native, OP, args, "a must be on a CUDA device, got cpu")
+    wide = {name: torch.cat([args[name]] * 2, 1) for name in ("a", "b")}
+    message = "must have stride 1 in its last dimension, got stride 2"
+    assert_error(native, OP, args | {"a": wide["a"][:, ::2]}, f"a {message}")
+    assert_error(native, OP, args | {"b": wide["b"][:, ::2]}, f"b {message}")
 
 
 def test_errors_of_prepare_weight() -> None:

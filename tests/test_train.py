@@ -45,10 +45,26 @@ def test_training(example: dict[str, Any], tmp_path: Path, capsys: pytest.Captur
     assert "warmup" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("without_gpu")
+def test_training_with_hyper_connections(example: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--streams 2 --length 32 --topk 4 --batch 4 --dense-steps 30 --warmup-steps 10 --sparse-steps 10"
+    args = example["parse_arguments"](f"{sizes} --measure-every 1000".split())
+    history = example["train"](args)
+    first, last = slice(5), slice(-5, None)
+    assert history.mean(history.language, "dense", last) < history.mean(history.language, "dense", first) - 0.5
+    assert history.mean(history.language, "sparse", last) < history.mean(history.language, "dense", first) - 0.5
+    assert history.mean(history.indexer, "warmup", last) < history.mean(history.indexer, "warmup", first)
+    example["print_report"](args, history)
+    assert "2 layers, 2 streams, 4 heads" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
-def test_training_on_a_gpu(example: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("streams", [1, 4])
+def test_training_on_a_gpu(
+    example: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], streams: int
+) -> None:
     """A few steps of each phase, with the sizes for a GPU."""
-    steps = "--dense-steps 20 --warmup-steps 3 --sparse-steps 3"
+    steps = f"--streams {streams} --dense-steps 20 --warmup-steps 3 --sparse-steps 3"
     args = example["parse_arguments"](f"{steps} --picture {tmp_path / 'training.png'}".split())
     assert (args.device.type, args.length, args.heads) == ("cuda", 4096, 64)
     history = example["train"](args)
@@ -70,3 +86,9 @@ def test_bad_arguments(example: dict[str, Any], capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         example["parse_arguments"](["--topk", "64"])
     assert "--topk must be below half of --length, 128, got 64" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        example["parse_arguments"](["--streams", "3"])
+    assert "--streams must be 1, 2 or 4, got 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        example["parse_arguments"](["--streams", "2", "--hidden", "64"])
+    assert "--hidden must be a multiple of 128 for several streams, got 64" in capsys.readouterr().err

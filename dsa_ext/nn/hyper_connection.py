@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.ops._mhc import STREAMS
+from dsa_ext.ops._mhc import STREAMS, wide_dtype
 
 #: How much of what a token says counts at first.
 _ALPHA = 0.01
@@ -29,10 +29,10 @@ class HyperConnection(nn.Module):
     behind the last one ``x.mean(2)`` makes one of them.
 
     Parameters, fp32 whatever the dtype of the layer: `phi` [n * n + 2 n, n * hidden_size], `alpha` [3], `bias`
-    [n * n + 2 n], `gamma` [n * hidden_size].
+    [n * n + 2 n], `gamma` [n * hidden_size]. A module that has been brought to bf16 computes with them in fp32.
 
     Args:
-        layer: takes [B, S, hidden_size], and gives as much.
+        layer: takes [B, S, hidden_size], and gives as much; or a tuple of that and more, which is passed on.
         hidden_size: columns of a stream, a multiple of 128.
         streams: n, 2, 4 or 8.
         iterations: how often columns and rows of the mixing weights are normalised.
@@ -67,8 +67,19 @@ class HyperConnection(nn.Module):
         self.bias = nn.Parameter(bias.to(device, dtype))
         self.gamma = nn.Parameter(torch.ones(columns, device=device, dtype=dtype))
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Streams [B, S, n, hidden_size] to streams; what else comes goes to the layer."""
-        h_in, h_post, h_res = functional.mhc_pre(x, self.phi, self.alpha, self.bias, self.gamma, self.eps)
-        y = self.layer(h_in, *args, **kwargs)
-        return functional.mhc_post(x, y, h_post, h_res, self.iterations)
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the layer reads of the streams, and the weights with which its result is written to them."""
+        dtype = wide_dtype(x)
+        phi, alpha, bias, gamma = (p.to(dtype) for p in (self.phi, self.alpha, self.bias, self.gamma))
+        return functional.mhc_pre(x, phi, alpha, bias, gamma, self.eps)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Streams [B, S, n, hidden_size] to streams; what else comes goes to the layer.
+
+        Where the layer gives a tuple, streams and what is behind its first element.
+        """
+        h_in, h_post, h_res = self.read(x)
+        result = self.layer(h_in, *args, **kwargs)
+        y, *others = result if isinstance(result, tuple) else (result,)
+        out = functional.mhc_post(x, y, h_post, h_res, self.iterations)
+        return (out, *others) if isinstance(result, tuple) else out

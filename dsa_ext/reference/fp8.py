@@ -50,7 +50,8 @@ def next_power_of_two(x: Tensor) -> Tensor:
 
 
 def _scales(largest: Tensor, round_scale: bool) -> Tensor:
-    scales = largest.clamp(min=SMALLEST) / LARGEST
+    # Of tensors: a GPU would multiply with 1 / LARGEST instead of dividing by a number.
+    scales = largest.clamp(min=SMALLEST) / torch.full_like(largest, LARGEST)
     return next_power_of_two(scales) if round_scale else scales
 
 
