@@ -157,6 +157,7 @@ class Kernels(NamedTuple):
     threads: int  # most of one CTA
     instructions: tuple[str, ...]  # that every main kernel claims to be made of
     others: tuple[str, ...] = ()  # the other kernels' names
+    spilled: int = 0  # most bytes that a kernel may spill
 
 
 #: Tensor cores, TMA in and out, cp.async, mbarriers, moved registers.
@@ -176,7 +177,17 @@ SOURCES = [
     "block_sparse_attn_bwd/launch",
     "coarse_attn_fwd/launch",
     "gated_fusion/launch",
+    "act_quant/launch",
+    "fp8_gemm/launch",
+    "mhc_pre_fwd/launch",
+    "mhc_pre_bwd/launch",
+    "mhc_post/launch",
 ]
+
+
+def of_streams(*kernels: str) -> tuple[str, ...]:
+    """Names of the instances for 2 and for 4 streams."""
+    return tuple(f"{kernel}_kernelILi{streams}E" for kernel in kernels for streams in (2, 4))
 
 
 def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
@@ -226,6 +237,21 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "block_sparse_attn_bwd/launch": Kernels(
             "(query|key)_gradients_kernel", 2 * 2, 384, ("HGMMA", *scoring), ("transpose_kernel",)
         ),
+        # Of dtypes.
+        "act_quant/launch": Kernels("act_quant_kernel", 2, 256, ("LDG.E.EF.128", "F2FP.SATFINITE.E4M3", "SHFL")),
+        # Of numbers of rows.
+        "fp8_gemm/launch": Kernels("fp8_gemm_kernel", 4, 320, ("QGMMA", "UTMALDG", "LDGSTS", "SYNCS")),
+        # Of 2 streams, which have fewer threads, and of 4; of columns of a CTA. phi fills the registers: a few words of
+        # what is read once a tile are elsewhere.
+        "mhc_pre_fwd/launch": Kernels(
+            "mhc_pre_fwd_kernel", 3 + 4, 384, ("HMMA", "LDSM", "UTMALDG", "USETMAXREG", "UCGABAR_ARV"), spilled=128
+        ),
+        "mhc_pre_bwd/launch": Kernels(
+            "columns_kernel", 2, 2 * 256, ("HMMA", "LDSM", "UTMALDG", "UTMASTG"), of_streams("gates", "reduce")
+        ),
+        "mhc_post/launch": Kernels(
+            "mhc_post_[fb]wd_kernel", 2 * 2, 2 * 256, ("LDG.E.EF.128", "STG.E.128"), of_streams("mixing", "mixing_bwd")
+        ),
         "coarse_attn_fwd/launch": Kernels("coarse_attn_fwd_kernel", 2, 512, ("HGMMA", *scoring)),
         # Of columns and of heads; one that adds to sums, and one that stores rows.
         "indexer_bwd/launch": Kernels("indexer_bwd_kernel", 2 * 4 * 2, gradients.threads, MLA, gradients_others),
@@ -234,7 +260,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiler_report(source: str, host_functions: ModuleType) -> None:
-    """ptxas: nothing spilled, no tensor-core instruction serialised, registers for a whole CTA of each kernel."""
+    """ptxas: no more spilled than known, no tensor-core instruction serialised, registers for a whole CTA of each."""
     report = ROOT / f"build/obj/csrc/ops/{source}.o.ptxas"
     if not report.is_file():
         pytest.skip("the kernels were not compiled in this checkout")
@@ -256,7 +282,7 @@ def test_compiler_report(source: str, host_functions: ModuleType) -> None:
         assert sum(other in name for name in names) == 1
     for name, *numbers in reported:
         _, stores, loads, registers = map(int, numbers)
-        assert (stores, loads) == (0, 0), name
+        assert max(stores, loads) <= kernels.spilled, name
         if re.search(kernels.main, name):
             assert registers * kernels.threads <= REGISTERS_PER_SM, name
 
