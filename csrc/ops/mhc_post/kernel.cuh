@@ -1,8 +1,8 @@
 // out_i = sum_j M_ij x_j + h_post_i y, M from h_res by Sinkhorn's rounds, and the gradients of that.
 //
 // The rounds take their time one after another, so that a kernel of its own makes them for all tokens at once, a thread
-// a row of weights. Meanwhile the kernel that streams x and y, a warp a token through a queue of its own, has begun to
-// load. Of the gradients a third one goes back through the rounds. docs/mhc.md has the maths.
+// a row of weights. Meanwhile the kernel that streams x and y, a warp a token, has begun to load. Of the gradients a
+// third one goes back through the rounds. docs/mhc.md has the maths.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,9 +11,7 @@
 
 #include "params.h"
 #include "sm90/matrix_copy.cuh"
-#include "sm90/mbarrier.cuh"
 #include "sm90/programmatic.cuh"
-#include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 
 namespace dsa::mhc_post {
@@ -21,38 +19,17 @@ namespace dsa::mhc_post {
 using namespace dsa::sm90;
 
 inline constexpr int kTokens = 8, kThreads = kTokens * kWarpThreads;  // of a CTA that streams
-inline constexpr float kLog2E = 1.44269504f;
-inline constexpr int kRowThreads = kWarpThreads;  // of one that makes rounds
+inline constexpr int kRowThreads = kWarpThreads;                      // of one that makes rounds
 
 // Of streams side by side: 8 columns each.
 struct alignas(16) Piece {
   uint32_t pairs[4];
 };
 
-// Rows of a token on their way, 256 columns at a time: a piece a lane. Of one warp.
-template <int kRows, int kStages>
-struct Queue {
-  Piece pieces[kStages][kRows][kWarpThreads];
-  uint64_t full[kStages];
-
-  __device__ __forceinline__ void init(int lane) {
-    if (lane == 0) {
-      for (uint64_t& barrier : full) barrier_init(&barrier, 1);
-      fence_barrier_init();
-    }
-    __syncwarp();
-  }
-
-  // Pieces from `first` on of rows of `count`; `row_of` says where a row is.
-  template <class RowOf>
-  __device__ __forceinline__ void copy(int slot, int first, int count, int lane, RowOf&& row_of) {
-    const int bytes = min(kWarpThreads, count - first) * static_cast<int>(sizeof(Piece));
-    if (bytes <= 0) return;
-    if (lane == 0) arrive_and_expect(&full[slot], kRows * bytes);
-    __syncwarp();
-    if (lane < kRows) bulk_load(pieces[slot][lane], row_of(lane) + first, bytes, &full[slot]);
-  }
-};
+__device__ __forceinline__ Piece load(const Piece* g) {
+  const uint4 words = __ldcs(reinterpret_cast<const uint4*>(g));
+  return {words.x, words.y, words.z, words.w};
+}
 
 // Lanes i * kStreams .. share a token, and have a row each. Sum, or largest, over these lanes.
 template <int kStreams, class Combine>
@@ -64,67 +41,28 @@ __device__ __forceinline__ float over_rows(float value, Combine&& combine) {
 __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 
-// ex2.approx
-__device__ __forceinline__ float power(float exponent) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(exponent));
-  return r;
-}
-
-__device__ __forceinline__ float logarithm(float power) { return __log2f(power); }
-
-// Whether a sum has its full precision.
-__device__ __forceinline__ bool is_usual(float sum) { return sum > 1e-30f && sum < 1e30f; }
-
-// log2 of the sums of 2^row: of the columns, and of the row. Sums of what is far below 1 are made again beside the
-// largest.
-template <int kStreams>
-__device__ __forceinline__ void column_sums(const float (&row)[kStreams], float (&of_columns)[kStreams]) {
-  bool usual = true;
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) {
-    const float sum = over_rows<kStreams>(power(row[j]), plus);
-    usual &= is_usual(sum), of_columns[j] = logarithm(sum);
-  }
-  if (__all_sync(~0u, usual)) return;
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) {
-    const float largest = over_rows<kStreams>(row[j], larger);
-    of_columns[j] = largest + logarithm(over_rows<kStreams>(power(row[j] - largest), plus));
-  }
-}
-
-template <int kStreams>
-__device__ __forceinline__ float row_sum(const float (&row)[kStreams]) {
-  float sum = 0.f;
-#pragma unroll
-  for (float exponent : row) sum += power(exponent);
-  if (__all_sync(~0u, is_usual(sum))) return logarithm(sum);
-  float largest = row[0];
-#pragma unroll
-  for (float exponent : row) largest = fmaxf(largest, exponent);
-  sum = 0.f;
-#pragma unroll
-  for (float exponent : row) sum += power(exponent - largest);
-  return largest + logarithm(sum);
-}
-
-// Rounds of Sinkhorn on a row of logarithms to the base 2. `keep` gets what each step has subtracted: of the columns
-// the lane's own, then of its row.
+// Rounds of Sinkhorn on a row of logarithms. `keep` gets what each step has subtracted: of the columns the lane's own,
+// then of its row.
 template <int kStreams, class Keep>
 __device__ __forceinline__ void normalise(float (&row)[kStreams], int iterations, int lane, Keep&& keep) {
   for (int i = 0; i < iterations; ++i) {
-    float of_columns[kStreams], own = 0.f;
-    column_sums(row, of_columns);
+    float subtracted = 0.f;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
-      row[j] -= of_columns[j];
-      if (lane % kStreams == j) own = of_columns[j];
+      const float largest = over_rows<kStreams>(row[j], larger);
+      const float of_column = largest + __logf(over_rows<kStreams>(__expf(row[j] - largest), plus));
+      row[j] -= of_column;
+      if (lane % kStreams == j) subtracted = of_column;
     }
-    keep(2 * i, own);
-    const float of_row = row_sum(row);
+    keep(2 * i, subtracted);
+    float largest = row[0], sum = 0.f;
 #pragma unroll
-    for (float& exponent : row) exponent -= of_row;
+    for (int j = 1; j < kStreams; ++j) largest = fmaxf(largest, row[j]);
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) sum += __expf(row[j] - largest);
+    const float of_row = largest + __logf(sum);
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) row[j] -= of_row;
     keep(2 * i + 1, of_row);
   }
 }
@@ -140,10 +78,10 @@ __device__ __forceinline__ void normalise_bwd(float (&gradient)[kStreams], float
     for (float part : gradient) sum += part;
     const float of_row = subtracted(2 * i + 1, lane % kStreams);
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) gradient[j] -= power(row[j]) * sum, row[j] += of_row;
+    for (int j = 0; j < kStreams; ++j) gradient[j] -= __expf(row[j]) * sum, row[j] += of_row;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
-      gradient[j] -= power(row[j]) * over_rows<kStreams>(gradient[j], plus);
+      gradient[j] -= __expf(row[j]) * over_rows<kStreams>(gradient[j], plus);
       row[j] += subtracted(2 * i, j);
     }
   }
@@ -159,7 +97,7 @@ struct Row {
   __device__ __forceinline__ explicit Row(const Params& p) : index(int64_t{blockIdx.x} * kRowThreads + threadIdx.x) {
     exists = index < int64_t{p.tokens} * kStreams;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) logarithms[j] = exists ? p.h_res[index * kStreams + j] * kLog2E : 0.f;
+    for (int j = 0; j < kStreams; ++j) logarithms[j] = exists ? p.h_res[index * kStreams + j] : 0.f;
   }
 };
 
@@ -170,7 +108,7 @@ __global__ void __launch_bounds__(kRowThreads) mixing_kernel(const __grid_consta
   normalise<kStreams>(row.logarithms, p.iterations, threadIdx.x, [](int, float) {});
   if (!row.exists) return;
 #pragma unroll
-  for (int j = 0; j < kStreams; ++j) p.mixing[row.index * kStreams + j] = power(row.logarithms[j]);
+  for (int j = 0; j < kStreams; ++j) p.mixing[row.index * kStreams + j] = __expf(row.logarithms[j]);
 }
 
 // `dh_res` has the gradients of the weights, and gets those of h_res.
@@ -186,7 +124,7 @@ __global__ void __launch_bounds__(kRowThreads) mixing_bwd_kernel(const __grid_co
   float gradient[kStreams];
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
-    gradient[j] = row.exists ? p.dh_res[row.index * kStreams + j] * power(row.logarithms[j]) : 0.f;
+    gradient[j] = row.exists ? p.dh_res[row.index * kStreams + j] * __expf(row.logarithms[j]) : 0.f;
   }
   normalise_bwd<kStreams>(gradient, row.logarithms, p.iterations, lane,
                           [&](int step, int of) { return subtracted[step][lane / kStreams * kStreams + of]; });
@@ -211,102 +149,72 @@ struct Weights {
 };
 
 template <int kStreams>
-using ForwardQueue = Queue<kStreams + 1, 4>;
-
-template <int kStreams>
 __global__ void __launch_bounds__(kThreads, 2) mhc_post_fwd_kernel(const __grid_constant__ Params p) {
-  constexpr int kStages = 4;
-  extern __shared__ __align__(128) char shared_bytes[];
-  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, pieces = p.columns / 8;
-  auto& queue = reinterpret_cast<ForwardQueue<kStreams>*>(shared_bytes)[warp];
-  const int64_t token = int64_t{blockIdx.x} * kTokens + warp;
+  const int lane = threadIdx.x % kWarpThreads, pieces = p.columns / 8;
+  const int64_t token = int64_t{blockIdx.x} * kTokens + threadIdx.x / kWarpThreads;
   if (token >= p.tokens) return;
-  queue.init(lane);
   const auto* g_x = static_cast<const Piece*>(p.x) + token * kStreams * pieces;
   const auto* g_y = static_cast<const Piece*>(p.y) + token * pieces;
   auto* g_out = static_cast<Piece*>(p.out) + token * kStreams * pieces;
-  const auto copy = [&](int slot, int first) {
-    queue.copy(slot, first, pieces, lane, [&](int row) { return row < kStreams ? g_x + row * pieces : g_y; });
+  Piece x[kStreams], y;
+  const auto load_pieces = [&](int piece) {
+    if (piece >= pieces) return;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) x[j] = load(g_x + j * pieces + piece);
+    y = load(g_y + piece);
   };
-  for (int i = 0; i < kStages; ++i) copy(i, i * kWarpThreads);
+  load_pieces(lane);
   wait_for_kernel_before();
   const Weights<kStreams> weights(p, token);
-  Ring<kStages> ring;
-  for (int first = 0; first < pieces; first += kWarpThreads) {
-    wait(&queue.full[ring.slot], ring.parity);
-    Piece x[kStreams];
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) x[j] = queue.pieces[ring.slot][j][lane];
-    const Piece y = queue.pieces[ring.slot][kStreams][lane];
-    __syncwarp();
-    copy(ring.slot, first + kStages * kWarpThreads);
-    ring.advance();
-    if (first + lane >= pieces) break;
-    Piece out[kStreams];
+  for (int piece = lane; piece < pieces; piece += kWarpThreads) {
+    float2 streams[kStreams][4], layer[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      float2 streams[kStreams];
+      layer[c] = unpack_bf16(y.pairs[c]);
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) streams[j] = unpack_bf16(x[j].pairs[c]);
-      const float2 layer = unpack_bf16(y.pairs[c]);
+      for (int j = 0; j < kStreams; ++j) streams[j][c] = unpack_bf16(x[j].pairs[c]);
+    }
+    load_pieces(piece + kWarpThreads);
 #pragma unroll
-      for (int i = 0; i < kStreams; ++i) {
-        float2 sum{weights.h_post[i] * layer.x, weights.h_post[i] * layer.y};
+    for (int i = 0; i < kStreams; ++i) {
+      Piece out;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float2 sum{weights.h_post[i] * layer[c].x, weights.h_post[i] * layer[c].y};
 #pragma unroll
         for (int j = 0; j < kStreams; ++j) {
-          sum.x = fmaf(weights.mixing[i][j], streams[j].x, sum.x);
-          sum.y = fmaf(weights.mixing[i][j], streams[j].y, sum.y);
+          sum.x = fmaf(weights.mixing[i][j], streams[j][c].x, sum.x);
+          sum.y = fmaf(weights.mixing[i][j], streams[j][c].y, sum.y);
         }
-        out[i].pairs[c] = pack_bf16(sum.x, sum.y);
+        out.pairs[c] = pack_bf16(sum.x, sum.y);
       }
+      g_out[i * pieces + piece] = out;
     }
-#pragma unroll
-    for (int i = 0; i < kStreams; ++i) g_out[i * pieces + first + lane] = out[i];
   }
 }
 
 template <int kStreams>
-using BackwardQueue = Queue<2 * kStreams + 1, 3>;
-
-template <int kStreams>
 __global__ void __launch_bounds__(kThreads, 2) mhc_post_bwd_kernel(const __grid_constant__ Params p) {
   constexpr int kWeights = kStreams * kStreams, kSums = kWeights + kStreams;
-  constexpr int kStages = 3;
-  extern __shared__ __align__(128) char shared_bytes[];
   let_next_kernel_start();
-  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, pieces = p.columns / 8;
-  auto& queue = reinterpret_cast<BackwardQueue<kStreams>*>(shared_bytes)[warp];
-  const int64_t token = int64_t{blockIdx.x} * kTokens + warp;
+  const int lane = threadIdx.x % kWarpThreads, pieces = p.columns / 8;
+  const int64_t token = int64_t{blockIdx.x} * kTokens + threadIdx.x / kWarpThreads;
+  wait_for_kernel_before();
   if (token >= p.tokens) return;
-  queue.init(lane);
+  const Weights<kStreams> weights(p, token);
   const auto* g_x = static_cast<const Piece*>(p.x) + token * kStreams * pieces;
   const auto* g_dout = static_cast<const Piece*>(p.dout) + token * kStreams * pieces;
   const auto* g_y = static_cast<const Piece*>(p.y) + token * pieces;
   auto* g_dx = static_cast<Piece*>(p.out) + token * kStreams * pieces;
   auto* g_dy = static_cast<Piece*>(p.dy) + token * pieces;
-  const auto copy = [&](int slot, int first) {
-    queue.copy(slot, first, pieces, lane, [&](int row) {
-      return row < kStreams ? g_x + row * pieces : row < 2 * kStreams ? g_dout + (row - kStreams) * pieces : g_y;
-    });
-  };
-  for (int i = 0; i < kStages; ++i) copy(i, i * kWarpThreads);
-  wait_for_kernel_before();
-  const Weights<kStreams> weights(p, token);
   float products[kSums] = {};  // of dout_i with x_j, then with y
-  Ring<kStages> ring;
-  for (int first = 0; first < pieces; first += kWarpThreads) {
-    wait(&queue.full[ring.slot], ring.parity);
+  for (int piece = lane; piece < pieces; piece += kWarpThreads) {
     Piece x[kStreams], dout[kStreams], dy;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
-      x[j] = queue.pieces[ring.slot][j][lane], dout[j] = queue.pieces[ring.slot][kStreams + j][lane];
+      x[j] = load(g_x + j * pieces + piece), dout[j] = load(g_dout + j * pieces + piece);
     }
-    const Piece y = queue.pieces[ring.slot][2 * kStreams][lane];
-    __syncwarp();
-    copy(ring.slot, first + kStages * kWarpThreads);
-    ring.advance();
-    const int piece = first + lane;
-    if (piece >= pieces) continue;
+    const Piece y = load(g_y + piece);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const float2 layer = unpack_bf16(y.pairs[c]);

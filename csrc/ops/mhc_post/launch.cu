@@ -12,20 +12,18 @@ unsigned row_ctas(const Params& p) {
 }
 
 // The weights of all tokens, and then a kernel that streams, which starts as soon as it can.
-template <int kStreams, auto kStream, class Queue>
+template <int kStreams, auto kStream>
 const char* launch_both(const Params& p, cudaStream_t stream) {
   const char* error =
       launch_kernel<mixing_kernel<kStreams>>(p.device, row_ctas<kStreams>(p), kRowThreads, 0, stream, p);
   if (error != nullptr) return error;
   const Grid grid((p.tokens - 1) / kTokens + 1, 1, /*starts_early=*/true);
-  constexpr int kBytes = kTokens * sizeof(Queue);
-  static_assert(2 * kBytes <= kMaxSharedBytes);
-  return launch_kernel<kStream>(p.device, grid, kThreads, kBytes, stream, p);
+  return launch_kernel<kStream>(p.device, grid, kThreads, 0, stream, p);
 }
 
 template <int kStreams>
 const char* launch_bwd_streams(const Params& p, cudaStream_t stream) {
-  const char* error = launch_both<kStreams, mhc_post_bwd_kernel<kStreams>, BackwardQueue<kStreams>>(p, stream);
+  const char* error = launch_both<kStreams, mhc_post_bwd_kernel<kStreams>>(p, stream);
   if (error != nullptr) return error;
   const Grid grid(row_ctas<kStreams>(p), 1, /*starts_early=*/true);
   return launch_kernel<mixing_bwd_kernel<kStreams>>(p.device, grid, kRowThreads, 0, stream, p);
@@ -35,8 +33,7 @@ const char* launch_bwd_streams(const Params& p, cudaStream_t stream) {
 
 const char* launch_fwd(const Params& p, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  return p.streams == 2 ? launch_both<2, mhc_post_fwd_kernel<2>, ForwardQueue<2>>(p, s)
-                        : launch_both<4, mhc_post_fwd_kernel<4>, ForwardQueue<4>>(p, s);
+  return p.streams == 2 ? launch_both<2, mhc_post_fwd_kernel<2>>(p, s) : launch_both<4, mhc_post_fwd_kernel<4>>(p, s);
 }
 
 const char* launch_bwd(const Params& p, void* stream) {
