@@ -67,14 +67,15 @@ def fp8_gemm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
 
     Args:
         a, a_s: [M, K], float8_e4m3fn, and [M, K / 128], fp32, from :func:`act_quant`; K is a multiple of 128.
-        b, b_s: [N, K], float8_e4m3fn, and [ceil(N / 128), K / 128], fp32, from :func:`prepare_weight`.
+        b, b_s: [N, K], float8_e4m3fn, and [ceil(N / 128), K / 128], fp32, from :func:`prepare_weight`. On a GPU rows
+            of a and b must be dense and start 16-byte aligned.
 
     Returns:
         [M, N], bf16. It has no gradient.
 
     Raises:
         RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when a GPU has no kernel.
+            came. Also when a GPU has no kernel, or more than 64 rows meet a PyTorch for CUDA before 12.9.
     """
     result: Tensor = torch.ops.dsa.fp8_gemm.default(a, a_s, b, b_s)
     return result

@@ -19,8 +19,8 @@ def mhc_pre(
     (Manifold-constrained hyper-connections, arXiv 2512.24880.) :func:`mhc_post` takes the last two.
 
     Args:
-        x: streams [B, S, n, D], bf16. On the CPU also fp32 and float64. n is 2, 4 or 8, D a multiple of 128 up to
-            8192.
+        x: streams [B, S, n, D], bf16. On the CPU also fp32 and float64. n is 2 or 4, on the CPU also 8; D a multiple
+            of 128 up to 8192.
         phi: [n * n + 2 n, n * D], fp32 (float64 beside a float64 x, as all that follows).
         alpha: [3]. bias: [n * n + 2 n].
         gamma: weights [n * D] on x before phi; 1 by default. The mean square is that of x itself.
