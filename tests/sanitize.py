@@ -57,6 +57,12 @@ BLOCK_SELECT = ((1, 1, 2, 0), (1, 2, 3, 364), (2, 1, 2, 700), (1, 1, 2, 16384))
 
 # (H, N): one row, a part of a CTA's, several CTAs.
 GATED_FUSION = ((1, 1), (3, 7), (3, 50))
+# (M, N): one block, parts of a CTA's rows and columns, several CTAs.
+ACT_QUANT = ((1, 128), (9, 1152), (17, 2176))
+# (M, N, K): one row, every number of rows, clusters, tiles in turn, several calls of the kernel.
+FP8_GEMM = ((1, 1, 128), (9, 200, 640), (30, 64, 2176), (64, 8500, 256), (70, 72, 384))
+# (B, S, n, D): one token, clusters of 2 to 16 CTAs, tiles in turn.
+MHC = ((1, 1, 2, 128), (1, 40, 4, 640), (2, 9, 4, 1920), (1, 17, 4, 3968), (1, 1100, 4, 128))
 
 # (S, S_kv, K): one slot, several tiles, several queries a CTA.
 INDEXER_TRAINING = ((1, 1, 1), (5, 200, 300), (300, 500, 129))
@@ -189,6 +195,42 @@ def gated_fusion(heads: int, length: int) -> None:
         check_gradients(gradients, reference.gated_fusion_bwd(dout.double(), *wide))
 
 
+def act_quant(rows: int, columns: int) -> None:
+    for dtype, round_scale in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+        x = torch.randn(rows, columns, device="cuda").to(dtype)
+        got, expected = dsa_ext.act_quant(x, round_scale=round_scale), reference.act_quant(x.cpu(), round_scale)
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a.cpu().float(), b.float())
+
+
+def fp8_gemm(rows: int, width: int, columns: int) -> None:
+    x, w = (torch.randn(n, columns, device="cuda").bfloat16() for n in (rows, width))
+    args = (*dsa_ext.act_quant(x), *dsa_ext.prepare_weight(w))
+    assert similarity_error(dsa_ext.fp8_gemm(*args), reference.fp8_gemm(*args)) <= 2 * SIMILARITY
+
+
+def mhc(batch: int, length: int, streams: int, columns: int) -> None:
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device="cuda")
+
+    mixed, flat = streams * streams + 2 * streams, streams * columns
+    x, y = random(batch, length, streams, columns).bfloat16(), random(batch, length, columns).bfloat16()
+    parameters = (random(mixed, flat) / flat**0.5, random(3), random(mixed), 1 + random(flat) / 4)
+    got = torch.ops.dsa.mhc_pre_fwd(x, *parameters)
+    check_gradients(got, reference.mhc_pre_fwd(x.double(), *(t.double() for t in parameters)))
+    _, h_post, h_res, *saved = got
+    phi, alpha, _, gamma = parameters
+    upstream = (y, torch.randn_like(h_post), torch.randn_like(h_res))
+    args = (*upstream, x, phi, alpha, gamma, h_post, *saved)
+    check_gradients(torch.ops.dsa.mhc_pre_bwd(*args), reference.mhc_pre_bwd(*(t.double() for t in args)))
+    args = (x, y, h_post, h_res)
+    out, expected = torch.ops.dsa.mhc_post(*args), reference.mhc_post(*(t.double() for t in args))
+    # With one round: of weights that have converged the gradient is what rounding leaves.
+    gradients = torch.ops.dsa.mhc_post_bwd(x, *args, 1)
+    expected_gradients = reference.mhc_post_bwd(x.double(), *(t.double() for t in args), 1)
+    check_gradients((out, *gradients), (expected, *expected_gradients))
+
+
 def check_gradients(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for a, b in zip(got, expected, strict=True):
         # With a single key and query there is nothing over which roundings, three of bf16, would average out.
@@ -205,6 +247,9 @@ def main() -> None:
         (block_sparse_attn, BLOCK_SPARSE),
         (coarse_attn, COARSE),
         (gated_fusion, GATED_FUSION),
+        (act_quant, ACT_QUANT),
+        (fp8_gemm, FP8_GEMM),
+        (mhc, MHC),
     )
     for check, cases in checks:
         for case in cases:
