@@ -21,9 +21,8 @@ namespace dsa::mhc_pre_bwd {
 using namespace dsa::sm90;
 
 inline constexpr int kTokenThreads = 256;
-inline constexpr int kChunk = 64, kChunks = 4;  // columns of a stream that are copied together; of a tile of x
-inline constexpr int kGroups = 4;               // of 8 columns, of a warp
-inline constexpr int kStages = 2;
+inline constexpr int kColumns = 64, kStreamsOfCta = 2;  // of a tile of x
+inline constexpr int kStages = 3;
 inline constexpr int kWarps = 8, kColumnThreads = kWarps * kWarpThreads;
 inline constexpr int kReduceColumns = 192, kReduceParts = 4, kReduceThreads = kReduceColumns * kReduceParts;
 
@@ -32,7 +31,6 @@ struct Shape {
   static constexpr int kMixed = kStreams * kStreams + 2 * kStreams;
   static constexpr int kSteps = (kMixed + 15) / 16;  // of 16 rows of phi
   static constexpr int kPitch = pitch_of(kStreams);
-  static constexpr int kOfStream = kChunks / kStreams, kColumns = kOfStream * kChunk;  // of a tile, of each stream
 };
 
 // Behind a row of dh_mix in scratch there is room for 4 numbers: h_pre behind what is rounded, and what x is multiplied
@@ -109,7 +107,7 @@ struct ColumnStorage {
   static constexpr int kPitch = Shape<kStreams>::kPitch;
 
   struct Stage {
-    alignas(1024) __nv_bfloat16 x[kChunks][kTokens * kChunk], dh_in[Shape<kStreams>::kOfStream][kTokens * kChunk];
+    alignas(1024) __nv_bfloat16 x[kStreamsOfCta][kTokens * kColumns], dh_in[kTokens * kColumns];
     alignas(16) __nv_bfloat16 dh_mix[2][kTokens * kPitch];
   };
 
@@ -117,7 +115,7 @@ struct ColumnStorage {
   uint64_t full[kStages];
 };
 
-// A CTA has some columns of all streams, and a run of tokens; a warp 32 of the columns.
+// A CTA has the same columns of two streams, and a run of tokens; a warp 16 of the columns.
 template <int kStreams>
 __global__ void __launch_bounds__(kColumnThreads, 2)
     columns_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap x_map,
@@ -127,9 +125,11 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<ColumnStorage<kStreams>*>(shared_bytes);
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0), lane = threadIdx.x % kWarpThreads;
-  constexpr int kOfStream = S::kOfStream, kColumns = S::kColumns;
-  const int slices = p.columns / kColumns, slice = blockIdx.x % slices, run = blockIdx.x / slices;
-  const int first_column = slice * kColumns, chunk = warp / 2, stream = chunk / kOfStream;
+  // Streams side by side, so that what they read of dh_in is in L2.
+  constexpr int kPairs = kStreams / kStreamsOfCta;
+  const int first_stream = blockIdx.x % kPairs * kStreamsOfCta, slices = p.columns / kColumns;
+  const int slice = blockIdx.x / kPairs % slices, run = blockIdx.x / kPairs / slices;
+  const int first_column = slice * kColumns, stream = first_stream + warp / 4;
   const int tiles = (p.tokens - 1) / kTokens + 1;
   const int first_tile = static_cast<int>(int64_t{tiles} * run / p.runs);
   const int end_tile = static_cast<int>(int64_t{tiles} * (run + 1) / p.runs);
@@ -144,13 +144,11 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
     uint64_t* full = &shared.full[(tile - first_tile) % kStages];
     const int token = tile * kTokens;
     constexpr int kBytes = kTokens * kPitch * sizeof(__nv_bfloat16);
-    arrive_and_expect(full, (kChunks + kOfStream) * kTokens * kChunk * 2 + 2 * kBytes);
-    for (int i = 0; i < kChunks; ++i) {
-      tma_load_once(stage.x[i], &x_map, {first_column + i % kOfStream * kChunk, i / kOfStream, 0, token, 0}, full);
+    arrive_and_expect(full, (kStreamsOfCta + 1) * kTokens * kColumns * 2 + 2 * kBytes);
+    for (int i = 0; i < kStreamsOfCta; ++i) {
+      tma_load_once(stage.x[i], &x_map, {first_column, first_stream + i, 0, token, 0}, full);
     }
-    for (int i = 0; i < kOfStream; ++i) {
-      tma_load_once(stage.dh_in[i], &dh_in_map, {first_column + i * kChunk, 0, 0, token, 0}, full);
-    }
+    tma_load(stage.dh_in, &dh_in_map, {first_column, 0, 0, token, 0}, full);
     const auto* g_dh_mix = static_cast<const __nv_bfloat16*>(p.dh_mix) + static_cast<int64_t>(token) * kPitch;
     for (int part = 0; part < 2; ++part) {
       bulk_load(stage.dh_mix[part], g_dh_mix + part * int64_t{p.padded_tokens} * kPitch, kBytes, full);
@@ -160,14 +158,14 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
     for (int tile = first_tile; tile < min(end_tile, first_tile + kStages); ++tile) copy_tile(tile);
   }
 
-  // This warp's 32 columns: of phi as right operands, and of gamma where a lane has sums.
+  // This warp's 16 columns: of phi as right operands, and of gamma where a lane has sums.
   const int row = lane / 4, column = lane % 4 * 2;
-  const int warp_column = first_column + chunk % kOfStream * kChunk + warp % 2 * 32;
+  const int warp_column = first_column + warp % 4 * 16;
   const int64_t flat_columns = int64_t{kStreams} * p.columns, flat_column = int64_t{stream} * p.columns + warp_column;
-  uint32_t phi[2][kGroups][kSteps][2];  // rounded, and what that leaves out
-  float2 gamma[kGroups];
+  uint32_t phi[2][2][kSteps][2];  // rounded, and what that leaves out
+  float2 gamma[2];
 #pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
+  for (int group = 0; group < 2; ++group) {
     const int64_t own = flat_column + group * 8;
     gamma[group] = p.gamma == nullptr ? float2{1.f, 1.f} : float2{p.gamma[own + column], p.gamma[own + column + 1]};
 #pragma unroll
@@ -186,24 +184,20 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
     }
   }
 
-  float sums[kSteps][kGroups][4] = {};  // G of 16 rows of phi and 8 columns each
+  float sums[kSteps][2][4] = {};  // G of 16 rows of phi and 8 columns each
   for (int tile = first_tile; tile < end_tile; ++tile) {
     const int index = tile - first_tile;
     auto& stage = shared.stages[index % kStages];
     wait(&shared.full[index % kStages], index / kStages % 2);
-    char* x_tile = reinterpret_cast<char*>(stage.x[chunk]);
-    const char* dh_in_tile = reinterpret_cast<const char*>(stage.dh_in[chunk % kOfStream]);
-    const int first_piece = warp % 2 * kGroups;
+    char* x_tile = reinterpret_cast<char*>(stage.x[warp / 4]);
+    const char* dh_in_tile = reinterpret_cast<const char*>(stage.dh_in);
+    const int first_piece = warp % 4 * 2;
 #pragma unroll 1
     for (int first = 0; first < kTokens; first += 16) {
       if (tile * kTokens + first >= p.tokens) break;
-      float dv[kGroups][4] = {};
-      uint32_t x[kGroups / 2][4];  // 16 tokens as the reduction, two groups of 8 columns each
-#pragma unroll
-      for (int i = 0; i < kGroups / 2; ++i) {
-        const int place = swizzled_offset(first + lane % 16, first_piece + 2 * i + lane / 16);
-        load_matrices_transposed(shared_address(x_tile) + place, x[i]);
-      }
+      float dv[2][4] = {};
+      uint32_t x[4];  // 16 tokens as the reduction, two groups of 8 columns
+      load_matrices_transposed(shared_address(x_tile) + swizzled_offset(first + lane % 16, first_piece + lane / 16), x);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         uint32_t a[4];
@@ -212,25 +206,23 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
           const auto* rows = stage.dh_mix[part] + first * kPitch + step * 16;
           load_matrices(shared_address(rows + lane % 16 * kPitch + lane / 16 * 8), a);
 #pragma unroll
-          for (int group = 0; group < kGroups; ++group) {
+          for (int group = 0; group < 2; ++group) {
             multiply(dv[group], a, phi[0][group][step][0], phi[0][group][step][1]);
             if (part == 0) multiply(dv[group], a, phi[1][group][step][0], phi[1][group][step][1]);
           }
           load_matrices_transposed(shared_address(rows + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8), a);
 #pragma unroll
-          for (int group = 0; group < kGroups; ++group) {
-            multiply(sums[step][group], a, x[group / 2][group % 2 * 2], x[group / 2][group % 2 * 2 + 1]);
-          }
+          for (int group = 0; group < 2; ++group) multiply(sums[step][group], a, x[2 * group], x[2 * group + 1]);
         }
       }
-      uint32_t dx[2][kGroups];
+      uint32_t dx[2][2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int t = first + row + 8 * half;
         const float h_pre = behind<kStreams>(stage.dh_mix[0] + t * kPitch)[stream];
         const float factor = behind<kStreams>(stage.dh_mix[1] + t * kPitch)[0];
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
+        for (int group = 0; group < 2; ++group) {
           const int place = swizzled_offset(t, first_piece + group) + column * 2;
           const float2 of_x = unpack_bf16(*reinterpret_cast<const uint32_t*>(x_tile + place));
           const float2 upstream = unpack_bf16(*reinterpret_cast<const uint32_t*>(dh_in_tile + place));
@@ -243,7 +235,7 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
+        for (int group = 0; group < 2; ++group) {
           const int place = swizzled_offset(first + row + 8 * half, first_piece + group) + column * 2;
           *reinterpret_cast<uint32_t*>(x_tile + place) = dx[half][group];
         }
@@ -252,20 +244,21 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
     fence_async_proxy();
     __syncthreads();
     if (threadIdx.x == 0) {
-      for (int i = 0; i < kChunks; ++i) {
-        tma_store(&dx_map, stage.x[i], {first_column + i % kOfStream * kChunk, i / kOfStream, 0, tile * kTokens, 0});
+      for (int i = 0; i < kStreamsOfCta; ++i) {
+        tma_store(&dx_map, stage.x[i], {first_column, first_stream + i, 0, tile * kTokens, 0});
       }
       tma_store_commit();
-      if (tile + kStages < end_tile) {
-        tma_store_wait_read();
-        copy_tile(tile + kStages);
+      // Into the stage of the tile before, which has left meanwhile.
+      if (tile > first_tile && tile - 1 + kStages < end_tile) {
+        tma_store_wait_read<1>();
+        copy_tile(tile - 1 + kStages);
       }
     }
   }
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int group = 0; group < 2; ++group) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int m = step * 16 + half * 8 + row;

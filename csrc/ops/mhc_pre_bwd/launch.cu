@@ -14,14 +14,14 @@ const char* launch_tokens(const Params& p, cudaStream_t stream) {
   const auto encode = [&](CUtensorMap* map, const void* data, int streams) {
     return encode_head_tensor(map,
                               {data, p.columns, streams, 1, p.tokens, 1, p.columns, 0, int64_t{streams} * p.columns, 0},
-                              {.columns = kChunk, .heads = 1, .positions = kTokens});
+                              {.columns = kColumns, .heads = 1, .positions = kTokens});
   };
   if (!encode(&x_map, p.x, kStreams)) return "no tensor map for x";
   if (!encode(&dh_in_map, p.dh_in, 1)) return "no tensor map for dh_in";
   if (!encode(&dx_map, p.dx, kStreams)) return "no tensor map for dx";
   constexpr int kBytes = sizeof(ColumnStorage<kStreams>);
   static_assert(2 * kBytes <= kMaxSharedBytes);
-  const unsigned column_ctas = p.columns / Shape<kStreams>::kColumns * p.runs;
+  const unsigned column_ctas = kStreams / kStreamsOfCta * (p.columns / kColumns) * p.runs;
   const char* error =
       launch_kernel<gates_kernel<kStreams>>(p.device, unsigned(p.padded_tokens), kTokenThreads, 0, stream, p);
   if (error != nullptr) return error;

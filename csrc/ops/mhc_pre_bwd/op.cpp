@@ -11,7 +11,7 @@ namespace dsa::mhc_pre_bwd {
 namespace {
 
 constexpr char kOp[] = "dsa::mhc_pre_bwd";
-constexpr int64_t kMaxColumns = 8192, kColumnsOfCta = 256;  // of all streams
+constexpr int64_t kMaxColumns = 8192, kColumnsOfCta = 128;
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Tensor dh_post, Tensor dh_res, Tensor x,
                                                                Tensor phi, Tensor alpha, std::optional<Tensor> gamma,
@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Ten
   const int64_t padded = (tokens + kTokens - 1) / kTokens * kTokens;
   const int64_t slices = flat / kColumnsOfCta;
   // Without tokens there are no runs, and sums of none are zero.
-  const int64_t tiles = padded / kTokens, runs = std::min(std::max<int64_t>(2 * device.num_sms / slices, 1), tiles);
+  const int64_t tiles = padded / kTokens, runs = std::min(std::max<int64_t>(4 * device.num_sms / slices, 1), tiles);
   const auto floats = [&](std::initializer_list<int64_t> sizes) {
     return empty(sizes, ScalarType::Float, device_index);
   };
