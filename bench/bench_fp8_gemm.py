@@ -109,7 +109,8 @@ def plot(cases: list[Case], path: Path) -> None:
         series = {"dsa_ext": [1e3 * c["ms"] for c in few], "scaled_mm": [1e3 * c["peer_value"] for c in few]}
         grouped_bars(axis, [case["name"].replace("x7168x16384", "").replace("_", "\n") for case in few], series)
         axis.set(title="fp8_gemm of few rows with a weight of 7168 x 16384", xlabel="rows", ylabel="µs")
-        axis.legend(loc="upper left")
+        axis.set_ylim(top=1.3 * axis.get_ylim()[1])
+        axis.legend(loc="upper right")
 
 
 if __name__ == "__main__":

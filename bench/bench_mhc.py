@@ -84,7 +84,7 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    with drawing(path, 11) as axis:
+    with drawing(path, 15) as axis:
         series = {"dsa_ext": [1e3 * c["ms"] for c in cases], "TileKernels": [1e3 * c["peer_value"] for c in cases]}
         grouped_bars(axis, [case["name"].replace("_d", "\n") for case in cases], series)
         axis.set(title="hyper-connections, 4096 tokens of 4 streams", ylabel="µs")
