@@ -28,12 +28,6 @@ __device__ __forceinline__ uint32_t remote_address(const void* place, int rank) 
   return address;
 }
 
-// mbarrier.arrive at the place of `barrier` in CTA `rank`
-__device__ __forceinline__ void arrive_remote(uint64_t* barrier, int rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank))
-               : "memory");
-}
-
 // Messages without barriers, which would take longer than the message: a word that has come differs from kNothing, a
 // NaN that no arithmetic makes, and its reader puts kNothing back before the sender can know that it has been read.
 inline constexpr uint32_t kNothing = 0xffffffff;

@@ -56,17 +56,6 @@ __device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap* m
       : "memory");
 }
 
-// cp.async.bulk.tensor.5d to the same place of the CTAs of a cluster that `mask` names; each one's barrier is told
-__device__ __forceinline__ void tma_load_to_all(void* shared, const CUtensorMap* map, const HeadTile& at,
-                                                uint64_t* barrier, uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(shared)),
-      "l"(map), "r"(shared_address(barrier)), "r"(at.column), "r"(at.head), "r"(at.group), "r"(at.position),
-      "r"(at.batch), "h"(mask)
-      : "memory");
-}
-
 // cp.async.bulk.tensor.5d, shared to global; heads outside the map are not written
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* shared, const HeadTile& at) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),

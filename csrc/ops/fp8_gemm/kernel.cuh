@@ -51,28 +51,21 @@ __device__ __forceinline__ void copy_float(float* shared, const float* g, bool e
 
 __device__ __forceinline__ void sync_compute() { asm volatile("bar.sync 1, %0;" ::"n"(kComputeThreads) : "memory"); }
 
-// Whether pairs of CTAs share a; else a cluster shares the columns.
-template <int kRows>
-inline constexpr bool kCanPair = kRows >= 32;
-
-// The tiles of a cluster, or of a CTA of a pair, and its blocks of columns. The tile behind an odd number of them is
-// there, and is not stored.
+// The tiles of a cluster, and its CTA's blocks of columns.
 struct Work {
   int splits, rank;  // of a cluster: how many CTAs, and which
   int first_tile, tiles, step;
   int first_block, blocks;
 
-  __device__ __forceinline__ Work(const Params& p, int splits, bool in_pairs) : splits(splits), rank(cluster_rank()) {
-    const int all = p.columns / kBlock, part = in_pairs ? 0 : rank;
-    tiles = (p.width - 1) / kTileWidth + 1;
-    first_tile = blockIdx.x / splits, step = gridDim.x / splits;
-    if (in_pairs) tiles += tiles % 2;
-    first_block = all * part / splits, blocks = all * (part + 1) / splits - first_block;
+  __device__ __forceinline__ Work(const Params& p, int splits) : splits(splits), rank(blockIdx.x % splits) {
+    const int all = p.columns / kBlock;
+    first_tile = blockIdx.x / splits, tiles = (p.width - 1) / kTileWidth + 1, step = gridDim.x / splits;
+    first_block = all * rank / splits, blocks = all * (rank + 1) / splits - first_block;
   }
 };
 
 // By one thread.
-template <int kRows, bool kPairs>
+template <int kRows>
 __device__ __forceinline__ void copy_matrices(SharedStorage<kRows>& shared, const CUtensorMap& a_map,
                                               const CUtensorMap& b_map, const Work& work) {
   Ring<kStages> ring;
@@ -82,12 +75,7 @@ __device__ __forceinline__ void copy_matrices(SharedStorage<kRows>& shared, cons
       uint64_t* full = &shared.full[ring.slot];
       arrive_and_expect(full, (kTileWidth + kRows) * kBlock);
       tma_load_once(shared.b[ring.slot], &b_map, {block * kBlock, 0, 0, tile * kTileWidth, 0}, full);
-      if constexpr (kPairs) {
-        const int first = work.rank * kRows / 2;
-        tma_load_to_all(shared.a[ring.slot] + first * kBlock, &a_map, {block * kBlock, 0, 0, first, 0}, full, 3);
-      } else {
-        tma_load(shared.a[ring.slot], &a_map, {block * kBlock, 0, 0, 0, 0}, full);
-      }
+      tma_load(shared.a[ring.slot], &a_map, {block * kBlock, 0, 0, 0, 0}, full);
       ring.advance();
     }
   }
@@ -106,8 +94,7 @@ __device__ __forceinline__ void copy_scales(SharedStorage<kRows>& shared, const 
   }
   Ring<kStages> ring;
   for (int tile = work.first_tile; tile < work.tiles; tile += work.step) {
-    const int b_row = min(tile * kTileWidth, p.width - 1) / kBlock;
-    const float* b_scale = p.b_scales + b_row * p.b_scales_stride_row;
+    const float* b_scale = p.b_scales + tile * kTileWidth / kBlock * p.b_scales_stride_row;
     for (int block = work.first_block; block < work.first_block + work.blocks; ++block) {
       wait(&shared.empty[ring.slot], ring.parity ^ 1);
       if (lane == 0) copy_float(&shared.b_scale[ring.slot], b_scale + block * p.b_scales_stride_block, true);
@@ -127,7 +114,7 @@ __device__ __forceinline__ void copy_scales(SharedStorage<kRows>& shared, const 
 template <int kRows>
 __device__ __forceinline__ void store(SharedStorage<kRows>& shared, const Params& p, const Work& work, int tile) {
   constexpr int kQuads = kTileWidth / 4;
-  const int share = (kRows + work.splits - 1) / work.splits, first = work.splits == 1 ? 0 : work.rank * share;
+  const int share = (kRows + work.splits - 1) / work.splits, first = work.rank * share;
   for (int i = threadIdx.x; i < share * kQuads; i += kComputeThreads) {
     const int row = first + i / kQuads, width = tile * kTileWidth + i % kQuads * 4;
     if (row >= p.rows || width >= p.width) continue;
@@ -151,7 +138,7 @@ __device__ __forceinline__ void store(SharedStorage<kRows>& shared, const Params
   }
 }
 
-template <int kRows, bool kPairs>
+template <int kRows>
 __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Params& p, const Work& work, int team,
                                         int thread) {
   using namespace cute;
@@ -194,12 +181,7 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_part);
-      if constexpr (kPairs) {  // both load into both
-        __syncwarp();
-        if (lane < 2) arrive_remote(&shared.empty[ring.slot], lane);
-      } else {
-        arrive(&shared.empty[ring.slot]);
-      }
+      arrive(&shared.empty[ring.slot]);
       ring.advance(kTeams);
 #pragma unroll
       for (int j = 0; j < r_sum.size(); ++j) {
@@ -224,7 +206,7 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
   }
 }
 
-template <int kRows, bool kPairs>
+template <int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     fp8_gemm_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap a_map,
                     const __grid_constant__ CUtensorMap b_map, int splits) {
@@ -232,32 +214,29 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& shared = *reinterpret_cast<SharedStorage<kRows>*>(shared_bytes);
   if (threadIdx.x == kComputeThreads) {
     prefetch_tensor_map(&a_map), prefetch_tensor_map(&b_map);
-    constexpr int kReaders = kPairs ? 2 * kWarpsPerWarpgroup : kWarpgroupThreads;
     for (uint64_t& barrier : shared.full) barrier_init(&barrier, 1 + kWarpThreads);
-    for (uint64_t& barrier : shared.empty) barrier_init(&barrier, kReaders);
+    for (uint64_t& barrier : shared.empty) barrier_init(&barrier, kWarpgroupThreads);
     fence_barrier_init();
   }
-  const auto meet_cluster = [] {
-    cute::cluster_arrive();
-    cute::cluster_wait();
-  };
-  if constexpr (kPairs) {
-    meet_cluster();
-  } else {
-    __syncthreads();
-  }
-  const Work work(p, splits, kPairs);
+  __syncthreads();
+  const Work work(p, splits);
   if (threadIdx.x < kComputeThreads) {
     const int team = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
-    compute<kRows, kPairs>(shared, p, work, team, threadIdx.x % kWarpgroupThreads);
+    compute(shared, p, work, team, threadIdx.x % kWarpgroupThreads);
   } else {
     const int thread = threadIdx.x - kComputeThreads;
-    if (thread == 0) copy_matrices<kRows, kPairs>(shared, a_map, b_map, work);
+    if (thread == 0) copy_matrices(shared, a_map, b_map, work);
     if (thread >= kWarpThreads) copy_scales(shared, p, work, thread - kWarpThreads);
     __syncwarp();
-    if (splits > 1) meet_cluster();
+    if (splits > 1) {
+      cute::cluster_arrive();
+      cute::cluster_wait();
+    }
   }
-  if (kPairs || splits > 1) meet_cluster();  // nothing of this CTA is read or written any more
+  if (splits > 1) {  // nobody's sums are read any more
+    cute::cluster_arrive();
+    cute::cluster_wait();
+  }
 }
 
 }  // namespace dsa::fp8_gemm

@@ -11,29 +11,20 @@ namespace {
 
 int tiles_of(const Params& p) { return (p.width - 1) / kTileWidth + 1; }
 
-template <int kRows, bool kPairs>
-const char* launch_instance(const Params& p, int splits, cudaStream_t stream) {
+template <int kRows>
+const char* launch_rows(const Params& p, int splits, cudaStream_t stream) {
   CUtensorMap a_map, b_map;
   const auto encode = [&](CUtensorMap* map, const void* data, int rows, int64_t stride, int box_rows) {
     return encode_head_tensor(map, {data, p.columns, 1, 1, rows, 1, 0, 0, stride, 0},
                               {.columns = kBlock, .heads = 1, .positions = box_rows, .element_bytes = 1});
   };
-  if (!encode(&a_map, p.a, p.rows, p.a_stride, kPairs ? kRows / 2 : kRows)) return "no tensor map for a";
+  if (!encode(&a_map, p.a, p.rows, p.a_stride, kRows)) return "no tensor map for a";
   if (!encode(&b_map, p.b, p.width, p.b_stride, kTileWidth)) return "no tensor map for b";
   constexpr int kBytes = sizeof(SharedStorage<kRows>);
   static_assert(kBytes <= kMaxSharedBytes);
-  const int tiles = tiles_of(p) + (kPairs ? tiles_of(p) % 2 : 0), num_sms = p.num_sms - (kPairs ? p.num_sms % 2 : 0);
-  const unsigned clusters = std::min(tiles, num_sms / splits);
-  return launch_kernel<fp8_gemm_kernel<kRows, kPairs>>(p.device, Grid(clusters * splits, kPairs ? 2 : splits), kThreads,
-                                                       kBytes, stream, p, a_map, b_map, splits);
-}
-
-template <int kRows>
-const char* launch_rows(const Params& p, int splits, cudaStream_t stream) {
-  if constexpr (kCanPair<kRows>) {
-    if (splits == 1) return launch_instance<kRows, true>(p, 1, stream);
-  }
-  return launch_instance<kRows, false>(p, splits, stream);
+  const unsigned clusters = std::min(tiles_of(p), p.num_sms / splits);
+  return launch_kernel<fp8_gemm_kernel<kRows>>(p.device, Grid(clusters * splits, splits), kThreads, kBytes, stream, p,
+                                               a_map, b_map, splits);
 }
 
 }  // namespace
