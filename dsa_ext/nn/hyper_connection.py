@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.ops._mhc import STREAMS, wide_dtype
+from dsa_ext.ops._mhc import STREAMS
+from dsa_ext.reference.sparse_mla import compute_dtype
 
 #: How much of what a token says counts at first.
 _ALPHA = 0.01
@@ -69,7 +70,7 @@ class HyperConnection(nn.Module):
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the layer reads of the streams, and the weights with which its result is written to them."""
-        dtype = wide_dtype(x)
+        dtype = compute_dtype(x)
         phi, alpha, bias, gamma = (p.to(dtype) for p in (self.phi, self.alpha, self.bias, self.gamma))
         return functional.mhc_pre(x, phi, alpha, bias, gamma, self.eps)
 

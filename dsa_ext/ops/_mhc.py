@@ -1,17 +1,12 @@
 """What the operators of hyper-connections share: what must hold of their arguments."""
 
-import torch
 from torch import Tensor
 
 from dsa_ext.ops._checks import check_same_device, check_tensor, differentiable_dtype, fail
+from dsa_ext.reference.sparse_mla import compute_dtype
 
 STREAMS = (2, 4, 8)
 _MAX_COLUMNS = 8192
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """Of parameters and of what is computed a token."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def check_streams(op: str, x: Tensor) -> None:
@@ -24,7 +19,7 @@ def check_streams(op: str, x: Tensor) -> None:
 
 def check_pre(op: str, x: Tensor, phi: Tensor, alpha: Tensor, gamma: Tensor | None, bias: Tensor | None = None) -> None:
     check_streams(op, x)
-    streams, columns, dtype = x.shape[2], x.shape[3], wide_dtype(x)
+    streams, columns, dtype = x.shape[2], x.shape[3], compute_dtype(x)
     mixed = streams * streams + 2 * streams
     check_tensor(op, "phi", phi, dtype, M=mixed, C=streams * columns)
     check_tensor(op, "alpha", alpha, dtype, A=3)
@@ -44,7 +39,7 @@ def check_token(op: str, x: Tensor, **tensors: tuple[Tensor, tuple[int, ...]]) -
     """Of each token: fp32 tensors [B, S, ..] of these further sizes."""
     for name, (tensor, sizes) in tensors.items():
         letters = dict(zip("MN", sizes, strict=False))
-        check_tensor(op, name, tensor, wide_dtype(x), B=x.shape[0], S=x.shape[1], **letters)
+        check_tensor(op, name, tensor, compute_dtype(x), B=x.shape[0], S=x.shape[1], **letters)
         check_same_device(op, "x", x, **{name: tensor})
 
 

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
-from dsa_ext.ops._mhc import check_eps, check_pre, wide_dtype
+from dsa_ext.ops._mhc import check_eps, check_pre
+from dsa_ext.reference.sparse_mla import compute_dtype
 
 _OP = "mhc_pre_fwd"
 _Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -39,7 +40,7 @@ def _fake(
     x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None = None, eps: float = 1e-6
 ) -> _Results:
     _check(x, phi, alpha, bias, gamma, eps)
-    (batch, length, streams, columns), dtype = x.shape, wide_dtype(x)
+    (batch, length, streams, columns), dtype = x.shape, compute_dtype(x)
     sizes = ((streams,), (streams, streams), (), (streams * streams + 2 * streams,), (streams,))
     h_post, h_res, inv_rms, h_mix, h_pre = (x.new_empty(batch, length, *size, dtype=dtype) for size in sizes)
     return x.new_empty(batch, length, columns), h_post, h_res, inv_rms, h_mix, h_pre
