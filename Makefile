@@ -46,6 +46,7 @@ bench: build
 	$(PY) bench/bench_coarse_attn.py
 	$(PY) bench/bench_gated_fusion.py
 	$(PY) bench/bench_block_sparse_pipeline.py
+	$(PY) bench/bench_act_quant.py
 	$(PY) bench/bench_fp8_gemm.py
 	$(PY) bench/bench_mhc.py
 

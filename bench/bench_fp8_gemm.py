@@ -2,7 +2,7 @@
 
 M x N x K, operands quantised by act_quant and prepare_weight. The library is timed here, in turn with ours; where it
 wants rows in fours and there is one, it gets four. `rotating` cases are calls in a graph, each with another weight.
-`quantised` times act_quant and the product. Every case is checked against float64 on dequantised operands before it is
+`quantised` times act_quant and the product, as a multiple of the product's time. Every case is checked against float64 on dequantised operands before it is
 timed.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from common import Case, drawing, grouped_bars, make_case, measure_ms, measure_rotating_ms, run
+from common import Case, drawing, grouped_bars, make_case, measure_ms, measure_rotating_ms, run, time_versus
 from torch import Tensor
 
 import dsa_ext
@@ -70,7 +70,7 @@ def in_turn(ours: Callable[[], object], peers: Callable[[], object]) -> tuple[fl
     return fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)
 
 
-def measure(spec: Spec, _times: dict[str, float]) -> Case:
+def measure(spec: Spec, times: dict[str, float]) -> Case:
     generator = torch.Generator("cuda").manual_seed(1)
 
     def random(*sizes: int) -> Tensor:
@@ -80,25 +80,25 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     b, b_s = dsa_ext.prepare_weight(random(spec.width, spec.columns))
     args = (*dsa_ext.act_quant(x), b, b_s)
     error = check(args)
+    shape = {"M": spec.rows, "N": spec.width, "K": spec.columns}
+    flop = 2 * spec.rows * spec.width * spec.columns
+    err = {"similarity": error}
+    if spec.kind == "quantised":
+        ms = measure_ms(lambda: torch.ops.dsa.fp8_gemm(*torch.ops.dsa.act_quant(x), b, b_s))
+        versus = time_versus(ms, spec.name.removesuffix("_quantised"), times)
+        return make_case(spec.name, spec.group, shape, ms, tflops=flop / ms / 1e9, err=err, **versus)
     padded = args[:2] if spec.rows % 4 == 0 else dsa_ext.act_quant(random(4, spec.columns))
     if spec.kind == "rotating":
         weights = [b.clone() for _ in range(4)]
         ms = measure_rotating_ms(lambda w: torch.ops.dsa.fp8_gemm(*args[:2], w, b_s), weights)
         peer_ms = measure_rotating_ms(lambda w: library(*padded, w, b_s), weights)
-    elif spec.kind == "quantised":
-        ms, peer_ms = in_turn(
-            lambda: torch.ops.dsa.fp8_gemm(*torch.ops.dsa.act_quant(x), b, b_s), lambda: library(*padded, b, b_s)
-        )
     else:
         ms, peer_ms = in_turn(lambda: torch.ops.dsa.fp8_gemm(*args), lambda: library(*padded, b, b_s))
-    shape = {"M": spec.rows, "N": spec.width, "K": spec.columns}
-    err = {"similarity": error}
     if spec.rows <= 128:
         moved = b.nbytes + x.numel() + 2 * spec.rows * spec.width
         return make_case(
             spec.name, spec.group, shape, ms, peer=("scaled_mm", peer_ms), err=err, tbps=round(moved / ms / 1e9, 3)
         )
-    flop = 2 * spec.rows * spec.width * spec.columns
     peer = ("scaled_mm", round(flop / peer_ms / 1e9, 2))
     return make_case(spec.name, spec.group, shape, ms, tflops=flop / ms / 1e9, peer=peer, err=err)
 

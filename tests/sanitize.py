@@ -1,8 +1,11 @@
 """Small calls of every variant of the kernels, for compute-sanitizer. Exits with an error on a wrong result.
 
-compute-sanitizer --tool memcheck python tests/sanitize.py
+compute-sanitizer --tool memcheck python tests/sanitize.py [NAME ...]
+
+With names of checks (sparse_mla, mhc, ..) only those run.
 """
 
+import argparse
 import itertools
 import math
 
@@ -251,7 +254,13 @@ def main() -> None:
         (fp8_gemm, FP8_GEMM),
         (mhc, MHC),
     )
-    for check, cases in checks:
+    by_name = {check.__name__: (check, cases) for check, cases in checks}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"checks to run: {', '.join(by_name)} (default: all)")
+    names = parser.parse_args().names
+    if unknown := set(names) - set(by_name):
+        parser.error(f"no such check: {', '.join(sorted(unknown))}")
+    for check, cases in (by_name[name] for name in names or by_name):
         for case in cases:
             check(*case)
             print(f"{check.__name__} {case}: correct")

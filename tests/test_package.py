@@ -238,19 +238,24 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             "(query|key)_gradients_kernel", 2 * 2, 384, ("HGMMA", *scoring), ("transpose_kernel",)
         ),
         # Of dtypes.
-        "act_quant/launch": Kernels("act_quant_kernel", 2, 256, ("LDG.E.EF.128", "F2FP.SATFINITE.E4M3", "SHFL")),
+        "act_quant/launch": Kernels("act_quant_kernel", 2, 256, ("LDG.E.128", "F2FP.SATFINITE.E4M3", "SHFL")),
         # Of numbers of rows.
         "fp8_gemm/launch": Kernels("fp8_gemm_kernel", 4, 320, ("QGMMA", "UTMALDG", "LDGSTS", "SYNCS")),
-        # Of 2 streams, which have fewer threads, and of 4; of columns of a CTA. phi fills the registers: a few words of
-        # what is read once a tile are elsewhere.
+        # Of 2 and of 4 streams; of columns of a CTA. phi fills the registers: a few words of what is read once a tile are
+        # elsewhere.
         "mhc_pre_fwd/launch": Kernels(
-            "mhc_pre_fwd_kernel", 3 + 4, 384, ("HMMA", "LDSM", "UTMALDG", "USETMAXREG", "UCGABAR_ARV"), spilled=128
+            "mhc_pre_fwd_kernel", 3 + 4, 512, ("HMMA", "LDSM", "UTMALDG", "USETMAXREG", "UCGABAR_ARV"), spilled=32
         ),
         "mhc_pre_bwd/launch": Kernels(
-            "columns_kernel", 2, 2 * 256, ("HMMA", "LDSM", "UTMALDG", "UTMASTG"), of_streams("gates", "reduce")
+            "columns_kernel",
+            2,
+            640,
+            ("HMMA", "LDSM", "UTMALDG", "UTMASTG", "USETMAXREG"),
+            of_streams("gates", "reduce"),
+            spilled=8,
         ),
         "mhc_post/launch": Kernels(
-            "mhc_post_[fb]wd_kernel", 2 * 2, 2 * 256, ("LDG.E.EF.128", "STG.E.128"), of_streams("mixing", "mixing_bwd")
+            "mhc_post_[fb]wd_kernel", 2 * 2, 2 * 256, ("LDG.E.128", "STG.E.128"), of_streams("mixing", "mixing_bwd")
         ),
         "coarse_attn_fwd/launch": Kernels("coarse_attn_fwd_kernel", 2, 512, ("HGMMA", *scoring)),
         # Of columns and of heads; one that adds to sums, and one that stores rows.

@@ -14,6 +14,12 @@ __device__ __host__ __forceinline__ constexpr int swizzled_offset(int row, int p
   return row * kSwizzleRowBytes + ((piece ^ (row & 7)) << 4);
 }
 
+// 16 bytes of a row, which move together: 8 bf16 columns.
+inline constexpr int kPieceColumns = 8;
+struct alignas(16) Piece {
+  uint32_t words[4];
+};
+
 // ldmatrix.x4
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -16,7 +16,7 @@
 
 namespace dsa::act_quant {
 
-using sm90::kWarpThreads;
+using sm90::kWarpThreads, sm90::Piece;
 
 inline constexpr int kRows = 8, kThreads = kRows * kWarpThreads;  // a warp a row
 inline constexpr int kPieces = 4;
@@ -29,10 +29,6 @@ struct Shape {
   static constexpr int kLanes = kBlock / kElements;     // that share a block
   static constexpr int kColumns = kPieces * kWarpThreads * kElements;
   static constexpr int kBlocks = kColumns / kBlock;
-};
-
-struct Piece {
-  uint32_t words[4];
 };
 
 __device__ __forceinline__ void to_floats(const Piece& piece, float (&values)[8]) {
@@ -89,8 +85,7 @@ __global__ void __launch_bounds__(kThreads) act_quant_kernel(const __grid_consta
   Piece pieces[kPieces];
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    const uint4 words = exists(i) ? __ldcs(reinterpret_cast<const uint4*>(g_row + column(i))) : uint4{};
-    pieces[i] = {words.x, words.y, words.z, words.w};
+    pieces[i] = exists(i) ? *reinterpret_cast<const Piece*>(g_row + column(i)) : Piece{};
   }
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {

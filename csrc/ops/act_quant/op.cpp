@@ -1,7 +1,6 @@
 // dsa::act_quant on CUDA: argument checks, allocation, launch. docs/fp8.md has the definition.
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <tuple>
 #include <vector>

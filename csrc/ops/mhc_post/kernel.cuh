@@ -1,7 +1,7 @@
 // out_i = sum_j M_ij x_j + h_post_i y, M from h_res by Sinkhorn's rounds, and the gradients of that.
 //
 // The rounds take their time one after another, so that a kernel of its own makes them for all tokens at once, a thread
-// a row of weights. Meanwhile the kernel that streams x and y, a warp a token, has begun to load. Of the gradients a
+// a row of weights. Meanwhile the kernel that streams x and y, a CTA a token, has begun to load. Of the gradients a
 // third one goes back through the rounds. docs/mhc.md has the maths.
 #pragma once
 
@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/programmatic.cuh"
 #include "sm90/warpgroup.cuh"
@@ -18,18 +19,8 @@ namespace dsa::mhc_post {
 
 using namespace dsa::sm90;
 
-inline constexpr int kTokens = 8, kThreads = kTokens * kWarpThreads;  // of a CTA that streams
-inline constexpr int kRowThreads = kWarpThreads;                      // of one that makes rounds
-
-// Of streams side by side: 8 columns each.
-struct alignas(16) Piece {
-  uint32_t pairs[4];
-};
-
-__device__ __forceinline__ Piece load(const Piece* g) {
-  const uint4 words = __ldcs(reinterpret_cast<const uint4*>(g));
-  return {words.x, words.y, words.z, words.w};
-}
+inline constexpr int kMaxThreads = 256;           // of a CTA that streams, at most
+inline constexpr int kRowThreads = kWarpThreads;  // of one that makes rounds
 
 // Lanes i * kStreams .. share a token, and have a row each. Sum, or largest, over these lanes.
 template <int kStreams, class Combine>
@@ -41,28 +32,58 @@ __device__ __forceinline__ float over_rows(float value, Combine&& combine) {
 __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 
-// Rounds of Sinkhorn on a row of logarithms. `keep` gets what each step has subtracted: of the columns the lane's own,
-// then of its row.
+// Whether a sum has its full precision.
+__device__ __forceinline__ bool is_usual(float sum) { return sum > 1e-30f && sum < 1e30f; }
+
+// log2 of the sums of 2^row: of the columns, and of the row. Sums of what is far below 1 are made again beside the
+// largest.
+template <int kStreams>
+__device__ __forceinline__ void column_sums(const float (&row)[kStreams], float (&of_columns)[kStreams]) {
+  bool usual = true;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    const float sum = over_rows<kStreams>(exp2_fast(row[j]), plus);
+    usual &= is_usual(sum), of_columns[j] = log2_fast(sum);
+  }
+  if (__all_sync(~0u, usual)) return;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    const float largest = over_rows<kStreams>(row[j], larger);
+    of_columns[j] = largest + log2_fast(over_rows<kStreams>(exp2_fast(row[j] - largest), plus));
+  }
+}
+
+template <int kStreams>
+__device__ __forceinline__ float row_sum(const float (&row)[kStreams]) {
+  float sum = 0.f;
+#pragma unroll
+  for (float exponent : row) sum += exp2_fast(exponent);
+  if (__all_sync(~0u, is_usual(sum))) return log2_fast(sum);
+  float largest = row[0];
+#pragma unroll
+  for (float exponent : row) largest = fmaxf(largest, exponent);
+  sum = 0.f;
+#pragma unroll
+  for (float exponent : row) sum += exp2_fast(exponent - largest);
+  return largest + log2_fast(sum);
+}
+
+// Rounds of Sinkhorn on a row of logarithms to the base 2. `keep` gets what each step has subtracted: of the columns
+// the lane's own, then of its row.
 template <int kStreams, class Keep>
 __device__ __forceinline__ void normalise(float (&row)[kStreams], int iterations, int lane, Keep&& keep) {
   for (int i = 0; i < iterations; ++i) {
-    float subtracted = 0.f;
+    float of_columns[kStreams], own = 0.f;
+    column_sums(row, of_columns);
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
-      const float largest = over_rows<kStreams>(row[j], larger);
-      const float of_column = largest + __logf(over_rows<kStreams>(__expf(row[j] - largest), plus));
-      row[j] -= of_column;
-      if (lane % kStreams == j) subtracted = of_column;
+      row[j] -= of_columns[j];
+      if (lane % kStreams == j) own = of_columns[j];
     }
-    keep(2 * i, subtracted);
-    float largest = row[0], sum = 0.f;
+    keep(2 * i, own);
+    const float of_row = row_sum(row);
 #pragma unroll
-    for (int j = 1; j < kStreams; ++j) largest = fmaxf(largest, row[j]);
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) sum += __expf(row[j] - largest);
-    const float of_row = largest + __logf(sum);
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) row[j] -= of_row;
+    for (float& exponent : row) exponent -= of_row;
     keep(2 * i + 1, of_row);
   }
 }
@@ -78,10 +99,10 @@ __device__ __forceinline__ void normalise_bwd(float (&gradient)[kStreams], float
     for (float part : gradient) sum += part;
     const float of_row = subtracted(2 * i + 1, lane % kStreams);
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) gradient[j] -= __expf(row[j]) * sum, row[j] += of_row;
+    for (int j = 0; j < kStreams; ++j) gradient[j] -= exp2_fast(row[j]) * sum, row[j] += of_row;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
-      gradient[j] -= __expf(row[j]) * over_rows<kStreams>(gradient[j], plus);
+      gradient[j] -= exp2_fast(row[j]) * over_rows<kStreams>(gradient[j], plus);
       row[j] += subtracted(2 * i, j);
     }
   }
@@ -97,7 +118,7 @@ struct Row {
   __device__ __forceinline__ explicit Row(const Params& p) : index(int64_t{blockIdx.x} * kRowThreads + threadIdx.x) {
     exists = index < int64_t{p.tokens} * kStreams;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) logarithms[j] = exists ? p.h_res[index * kStreams + j] : 0.f;
+    for (int j = 0; j < kStreams; ++j) logarithms[j] = exists ? p.h_res[index * kStreams + j] * kLog2E : 0.f;
   }
 };
 
@@ -108,7 +129,7 @@ __global__ void __launch_bounds__(kRowThreads) mixing_kernel(const __grid_consta
   normalise<kStreams>(row.logarithms, p.iterations, threadIdx.x, [](int, float) {});
   if (!row.exists) return;
 #pragma unroll
-  for (int j = 0; j < kStreams; ++j) p.mixing[row.index * kStreams + j] = __expf(row.logarithms[j]);
+  for (int j = 0; j < kStreams; ++j) p.mixing[row.index * kStreams + j] = exp2_fast(row.logarithms[j]);
 }
 
 // `dh_res` has the gradients of the weights, and gets those of h_res.
@@ -124,7 +145,7 @@ __global__ void __launch_bounds__(kRowThreads) mixing_bwd_kernel(const __grid_co
   float gradient[kStreams];
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
-    gradient[j] = row.exists ? p.dh_res[row.index * kStreams + j] * __expf(row.logarithms[j]) : 0.f;
+    gradient[j] = row.exists ? p.dh_res[row.index * kStreams + j] * exp2_fast(row.logarithms[j]) : 0.f;
   }
   normalise_bwd<kStreams>(gradient, row.logarithms, p.iterations, lane,
                           [&](int step, int of) { return subtracted[step][lane / kStreams * kStreams + of]; });
@@ -149,87 +170,102 @@ struct Weights {
 };
 
 template <int kStreams>
-__global__ void __launch_bounds__(kThreads, 2) mhc_post_fwd_kernel(const __grid_constant__ Params p) {
-  const int lane = threadIdx.x % kWarpThreads, pieces = p.columns / 8;
-  const int64_t token = int64_t{blockIdx.x} * kTokens + threadIdx.x / kWarpThreads;
-  if (token >= p.tokens) return;
+__global__ void __launch_bounds__(kMaxThreads, 3) mhc_post_fwd_kernel(const __grid_constant__ Params p) {
+  const int pieces = p.columns / kPieceColumns;
+  const int64_t token = blockIdx.x;
   const auto* g_x = static_cast<const Piece*>(p.x) + token * kStreams * pieces;
   const auto* g_y = static_cast<const Piece*>(p.y) + token * pieces;
   auto* g_out = static_cast<Piece*>(p.out) + token * kStreams * pieces;
   Piece x[kStreams], y;
-  const auto load_pieces = [&](int piece) {
+  const auto load = [&](int piece) {
     if (piece >= pieces) return;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) x[j] = load(g_x + j * pieces + piece);
-    y = load(g_y + piece);
+    for (int j = 0; j < kStreams; ++j) x[j] = g_x[j * pieces + piece];
+    y = g_y[piece];
   };
-  load_pieces(lane);
+  load(threadIdx.x);
   wait_for_kernel_before();
   const Weights<kStreams> weights(p, token);
-  for (int piece = lane; piece < pieces; piece += kWarpThreads) {
-    float2 streams[kStreams][4], layer[4];
+  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+    Piece out[kStreams];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      layer[c] = unpack_bf16(y.pairs[c]);
+      float2 streams[kStreams];
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) streams[j][c] = unpack_bf16(x[j].pairs[c]);
-    }
-    load_pieces(piece + kWarpThreads);
+      for (int j = 0; j < kStreams; ++j) streams[j] = unpack_bf16(x[j].words[c]);
+      const float2 layer = unpack_bf16(y.words[c]);
 #pragma unroll
-    for (int i = 0; i < kStreams; ++i) {
-      Piece out;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        float2 sum{weights.h_post[i] * layer[c].x, weights.h_post[i] * layer[c].y};
+      for (int i = 0; i < kStreams; ++i) {
+        float2 sum{weights.h_post[i] * layer.x, weights.h_post[i] * layer.y};
 #pragma unroll
         for (int j = 0; j < kStreams; ++j) {
-          sum.x = fmaf(weights.mixing[i][j], streams[j][c].x, sum.x);
-          sum.y = fmaf(weights.mixing[i][j], streams[j][c].y, sum.y);
+          sum.x = fmaf(weights.mixing[i][j], streams[j].x, sum.x);
+          sum.y = fmaf(weights.mixing[i][j], streams[j].y, sum.y);
         }
-        out.pairs[c] = pack_bf16(sum.x, sum.y);
+        out[i].words[c] = pack_bf16(sum.x, sum.y);
       }
-      g_out[i * pieces + piece] = out;
     }
+    load(piece + blockDim.x);
+#pragma unroll
+    for (int i = 0; i < kStreams; ++i) g_out[i * pieces + piece] = out[i];
   }
 }
 
+// Of a warp: lane i gets the sum of values[i].
+template <int kValues>
+__device__ __forceinline__ float sums_of_warp(float (&values)[kValues], int lane) {
+  float own = 0.f;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+#pragma unroll
+    for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) values[i] += __shfl_xor_sync(~0u, values[i], lanes);
+    if (lane == i) own = values[i];
+  }
+  return own;
+}
+
 template <int kStreams>
-__global__ void __launch_bounds__(kThreads, 2) mhc_post_bwd_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kMaxThreads, 2) mhc_post_bwd_kernel(const __grid_constant__ Params p) {
   constexpr int kWeights = kStreams * kStreams, kSums = kWeights + kStreams;
+  __shared__ float of_warps[kMaxThreads / kWarpThreads][kSums];
   let_next_kernel_start();
-  const int lane = threadIdx.x % kWarpThreads, pieces = p.columns / 8;
-  const int64_t token = int64_t{blockIdx.x} * kTokens + threadIdx.x / kWarpThreads;
-  wait_for_kernel_before();
-  if (token >= p.tokens) return;
-  const Weights<kStreams> weights(p, token);
+  const int pieces = p.columns / kPieceColumns;
+  const int64_t token = blockIdx.x;
   const auto* g_x = static_cast<const Piece*>(p.x) + token * kStreams * pieces;
   const auto* g_dout = static_cast<const Piece*>(p.dout) + token * kStreams * pieces;
   const auto* g_y = static_cast<const Piece*>(p.y) + token * pieces;
   auto* g_dx = static_cast<Piece*>(p.out) + token * kStreams * pieces;
   auto* g_dy = static_cast<Piece*>(p.dy) + token * pieces;
-  float products[kSums] = {};  // of dout_i with x_j, then with y
-  for (int piece = lane; piece < pieces; piece += kWarpThreads) {
-    Piece x[kStreams], dout[kStreams], dy;
+  Piece x[kStreams], dout[kStreams], y;
+  const auto load = [&](int piece) {
+    if (piece >= pieces) return;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      x[j] = load(g_x + j * pieces + piece), dout[j] = load(g_dout + j * pieces + piece);
-    }
-    const Piece y = load(g_y + piece);
+    for (int j = 0; j < kStreams; ++j) x[j] = g_x[j * pieces + piece];
+#pragma unroll
+    for (int i = 0; i < kStreams; ++i) dout[i] = g_dout[i * pieces + piece];
+    y = g_y[piece];
+  };
+  load(threadIdx.x);
+  wait_for_kernel_before();
+  const Weights<kStreams> weights(p, token);
+  float products[kSums] = {};  // of dout_i with x_j, then with y
+  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+    Piece dy;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const float2 layer = unpack_bf16(y.pairs[c]);
+      const float2 layer = unpack_bf16(y.words[c]);
       float2 upstream[kStreams], of_y{};
 #pragma unroll
       for (int i = 0; i < kStreams; ++i) {
-        upstream[i] = unpack_bf16(dout[i].pairs[c]);
+        upstream[i] = unpack_bf16(dout[i].words[c]);
         const float h_post = weights.h_post[i];
         of_y.x = fmaf(h_post, upstream[i].x, of_y.x), of_y.y = fmaf(h_post, upstream[i].y, of_y.y);
         products[kWeights + i] = fmaf(upstream[i].x, layer.x, fmaf(upstream[i].y, layer.y, products[kWeights + i]));
       }
-      dy.pairs[c] = pack_bf16(of_y.x, of_y.y);
+      dy.words[c] = pack_bf16(of_y.x, of_y.y);
 #pragma unroll
       for (int j = 0; j < kStreams; ++j) {
-        const float2 stream = unpack_bf16(x[j].pairs[c]);
+        const float2 stream = unpack_bf16(x[j].words[c]);
         float2 of_x{};
 #pragma unroll
         for (int i = 0; i < kStreams; ++i) {
@@ -238,26 +274,25 @@ __global__ void __launch_bounds__(kThreads, 2) mhc_post_bwd_kernel(const __grid_
           float& product = products[i * kStreams + j];
           product = fmaf(upstream[i].x, stream.x, fmaf(upstream[i].y, stream.y, product));
         }
-        x[j].pairs[c] = pack_bf16(of_x.x, of_x.y);
+        x[j].words[c] = pack_bf16(of_x.x, of_x.y);
       }
     }
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) g_dx[j * pieces + piece] = x[j];
     g_dy[piece] = dy;
+    load(piece + blockDim.x);
   }
-  float own = 0.f;  // lane i: product i
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) {
-#pragma unroll
-    for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) {
-      products[i] += __shfl_xor_sync(~0u, products[i], lanes);
-    }
-    if (lane == i) own = products[i];
-  }
+  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
+  const float of_warp = sums_of_warp(products, lane);
+  if (lane < kSums) of_warps[warp][lane] = of_warp;
+  __syncthreads();
+  if (threadIdx.x >= kSums) return;
+  float sum = 0.f;
+  for (int from = 0; from < blockDim.x / kWarpThreads; ++from) sum += of_warps[from][lane];
   if (lane < kWeights) {
-    p.dh_res[token * kWeights + lane] = own;
-  } else if (lane < kSums) {
-    p.dh_post[token * kStreams + lane - kWeights] = own;
+    p.dh_res[token * kWeights + lane] = sum;
+  } else {
+    p.dh_post[token * kStreams + lane - kWeights] = sum;
   }
 }
 

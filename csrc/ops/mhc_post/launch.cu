@@ -17,8 +17,10 @@ const char* launch_both(const Params& p, cudaStream_t stream) {
   const char* error =
       launch_kernel<mixing_kernel<kStreams>>(p.device, row_ctas<kStreams>(p), kRowThreads, 0, stream, p);
   if (error != nullptr) return error;
-  const Grid grid((p.tokens - 1) / kTokens + 1, 1, /*starts_early=*/true);
-  return launch_kernel<kStream>(p.device, grid, kThreads, 0, stream, p);
+  // As few threads as take the columns in as few turns.
+  const int warps = (p.columns / kPieceColumns - 1) / kWarpThreads + 1;
+  const int turns = (warps - 1) / (kMaxThreads / kWarpThreads) + 1, threads = ((warps - 1) / turns + 1) * kWarpThreads;
+  return launch_kernel<kStream>(p.device, Grid(p.tokens, 1, /*starts_early=*/true), threads, 0, stream, p);
 }
 
 template <int kStreams>

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <tuple>
 
+#include "ops/mhc/inputs.h"
 #include "ops/mhc_post/params.h"
 #include "torch/abi.h"
 
@@ -11,23 +12,18 @@ namespace dsa::mhc_post {
 namespace {
 
 constexpr char kForward[] = "dsa::mhc_post", kBackward[] = "dsa::mhc_post_bwd";
-constexpr int64_t kMaxColumns = 8192;
 
 // Everything that needs no device, so that it is tested without one.
 void check_inputs(const char* op, const Tensor& x, const Tensor& y, const Tensor& h_post, const Tensor& h_res,
                   int64_t iterations) {
-  check_tensor(op, "x", x, ScalarType::BFloat16, {{"B"}, {"S"}, {"n"}, {"D"}});
+  mhc::check_streams(op, x);
   const int64_t streams = x.size(2), columns = x.size(3);
-  DSA_CHECK(streams == 2 || streams == 4, op, ": x must have 2 or 4 streams, got ", streams);
-  DSA_CHECK(columns > 0 && columns % 128 == 0 && columns <= kMaxColumns, op,
-            ": x's columns must be a multiple of 128, at most ", kMaxColumns, ", got ", columns);
   const Dim batch{"B", x.size(0)}, length{"S", x.size(1)};
   check_tensor(op, "y", y, ScalarType::BFloat16, {batch, length, {"D", columns}});
   check_tensor(op, "h_post", h_post, ScalarType::Float, {batch, length, {"M", streams}});
   check_tensor(op, "h_res", h_res, ScalarType::Float, {batch, length, {"M", streams}, {"N", streams}});
   DSA_CHECK(iterations >= 1 && iterations <= kMaxIterations, op, ": iterations must be from 1 to ", kMaxIterations,
             ", got ", iterations);
-  DSA_CHECK(x.size(0) * x.size(1) <= INT32_MAX, op, ": x must have fewer than 2^31 tokens, got ", describe(x));
   check_same_device(op, "y", y, "x", x);
   check_same_device(op, "h_post", h_post, "x", x);
   check_same_device(op, "h_res", h_res, "x", x);

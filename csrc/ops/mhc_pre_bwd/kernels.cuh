@@ -2,8 +2,7 @@
 // columns; and sums over the runs. docs/mhc.md has the maths.
 //
 // With G = dh_mix' x, over all tokens, dphi is gamma G and dgamma the sum over phi's rows of phi G: so dh_mix phi is
-// needed for dx alone, which is bf16, and a rounded phi will do for it. In G, whose sum is long, dh_mix is split in two
-// bf16 numbers.
+// needed for dx alone. Where phi and dh_mix are operands they are split in two bf16 numbers.
 #pragma once
 
 #include <cuda.h>
@@ -12,6 +11,7 @@
 #include "params.h"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
+#include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warp_mma.cuh"
 #include "sm90/warpgroup.cuh"
@@ -21,9 +21,9 @@ namespace dsa::mhc_pre_bwd {
 using namespace dsa::sm90;
 
 inline constexpr int kTokenThreads = 256;
-inline constexpr int kColumns = 64, kStreamsOfCta = 2;  // of a tile of x
-inline constexpr int kStages = 3;
-inline constexpr int kWarps = 8, kColumnThreads = kWarps * kWarpThreads;
+inline constexpr int kChunk = 64;  // columns, of which a swizzled row has no more
+inline constexpr int kChunks = kColumns / kChunk, kStages = 4;
+inline constexpr int kGroups = 4;  // of 8 columns, of a warp
 inline constexpr int kReduceColumns = 192, kReduceParts = 4, kReduceThreads = kReduceColumns * kReduceParts;
 
 template <int kStreams>
@@ -31,6 +31,12 @@ struct Shape {
   static constexpr int kMixed = kStreams * kStreams + 2 * kStreams;
   static constexpr int kSteps = (kMixed + 15) / 16;  // of 16 rows of phi
   static constexpr int kPitch = pitch_of(kStreams);
+  // A warp has half a chunk of a stream; one more copies, and has others of its warpgroup beside it, so that it can
+  // leave them its registers.
+  static constexpr int kWarps = 2 * kChunks * kStreams, kThreads = kWarps * kWarpThreads + kWarpgroupThreads;
+  static constexpr int kStart = 65536 / (ctas_per_sm(kStreams) * kThreads) / 8 * 8, kCopyRegisters = 24;
+  static constexpr int kRegisters =
+      (kStart * kThreads - kCopyRegisters * kWarpgroupThreads) / (kWarps * kWarpThreads) / 8 * 8;
 };
 
 // Behind a row of dh_mix in scratch there is room for 4 numbers: h_pre behind what is rounded, and what x is multiplied
@@ -45,25 +51,26 @@ template <int kStreams>
 __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_constant__ Params p) {
   constexpr int kMixed = Shape<kStreams>::kMixed, kPitch = Shape<kStreams>::kPitch;
   constexpr int kTokenWarps = kTokenThreads / kWarpThreads;
+  let_next_kernel_start();
   __shared__ float of_warps[kTokenWarps][kStreams];
   const int64_t token = blockIdx.x;
-  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, pieces = p.columns / 8;
+  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, pieces = p.columns / kPieceColumns;
   auto* g_high = static_cast<__nv_bfloat16*>(p.dh_mix) + token * kPitch;
   auto* g_low = g_high + int64_t{p.padded_tokens} * kPitch;
   if (token >= p.tokens) {
     if (threadIdx.x < kPitch) g_high[threadIdx.x] = g_low[threadIdx.x] = __float2bfloat16_rn(0.f);
     return;
   }
-  const auto* g_x = static_cast<const uint4*>(p.x) + token * kStreams * pieces;
-  const auto* g_dh_in = static_cast<const uint4*>(p.dh_in) + token * pieces;
+  const auto* g_x = static_cast<const Piece*>(p.x) + token * kStreams * pieces;
+  const auto* g_dh_in = static_cast<const Piece*>(p.dh_in) + token * pieces;
   float sums[kStreams] = {};
   for (int piece = threadIdx.x; piece < pieces; piece += kTokenThreads) {
-    const uint4 upstream = g_dh_in[piece];
+    const Piece upstream = g_dh_in[piece];
 #pragma unroll
     for (int i = 0; i < kStreams; ++i) {
-      const uint4 stream = g_x[i * pieces + piece];
-      sums[i] += dot_bf16(stream.x, upstream.x) + dot_bf16(stream.y, upstream.y) + dot_bf16(stream.z, upstream.z) +
-                 dot_bf16(stream.w, upstream.w);
+      const Piece stream = g_x[i * pieces + piece];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i] += dot_bf16(stream.words[j], upstream.words[j]);
     }
   }
 #pragma unroll
@@ -107,65 +114,106 @@ struct ColumnStorage {
   static constexpr int kPitch = Shape<kStreams>::kPitch;
 
   struct Stage {
-    alignas(1024) __nv_bfloat16 x[kStreamsOfCta][kTokens * kColumns], dh_in[kTokens * kColumns];
+    alignas(1024) __nv_bfloat16 x[kChunks][kStreams][kTokens * kChunk], dh_in[kChunks][kTokens * kChunk];
     alignas(16) __nv_bfloat16 dh_mix[2][kTokens * kPitch];
   };
 
   Stage stages[kStages];
-  uint64_t full[kStages];
+  uint64_t full[kStages], done[kStages];
 };
 
-// A CTA has the same columns of two streams, and a run of tokens; a warp 16 of the columns.
+// The tiles of a CTA: a run of tokens.
+struct Run {
+  int first_column, first_tile, end_tile, index;
+
+  __device__ __forceinline__ explicit Run(const Params& p) {
+    const int slices = p.columns / kColumns, tiles = (p.tokens - 1) / kTokens + 1;
+    first_column = blockIdx.x % slices * kColumns, index = blockIdx.x / slices;
+    first_tile = static_cast<int>(int64_t{tiles} * index / p.runs);
+    end_tile = static_cast<int>(int64_t{tiles} * (index + 1) / p.runs);
+  }
+};
+
+// The thread that copies, to and fro.
 template <int kStreams>
-__global__ void __launch_bounds__(kColumnThreads, 2)
+__device__ __forceinline__ void copy_tiles(ColumnStorage<kStreams>& shared, const Params& p, const Run& run,
+                                           const CUtensorMap& x_map, const CUtensorMap& dh_in_map,
+                                           const CUtensorMap& dx_map) {
+  constexpr int kPitch = Shape<kStreams>::kPitch;
+  const auto slot_of = [&](int tile) { return (tile - run.first_tile) % kStages; };
+  const auto copy_inputs = [&](int tile) {
+    auto& stage = shared.stages[slot_of(tile)];
+    uint64_t* full = &shared.full[slot_of(tile)];
+    arrive_and_expect(full, sizeof(stage.x) + sizeof(stage.dh_in) + sizeof(stage.dh_mix));
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const HeadTile at{run.first_column + chunk * kChunk, tile * kTokens, 0, 0, 0};
+      tma_load_once(stage.x[chunk], &x_map, at, full);
+      tma_load_once(stage.dh_in[chunk], &dh_in_map, at, full);
+    }
+  };
+  const auto copy_gates = [&](int tile) {
+    const auto* g_dh_mix = static_cast<const __nv_bfloat16*>(p.dh_mix) + int64_t{tile} * kTokens * kPitch;
+    for (auto& part : shared.stages[slot_of(tile)].dh_mix) {
+      bulk_load(part, g_dh_mix, sizeof(part), &shared.full[slot_of(tile)]);
+      g_dh_mix += int64_t{p.padded_tokens} * kPitch;
+    }
+  };
+  const int ahead = min(run.end_tile, run.first_tile + kStages);
+  for (int tile = run.first_tile; tile < ahead; ++tile) copy_inputs(tile);
+  wait_for_kernel_before();
+  for (int tile = run.first_tile; tile < ahead; ++tile) copy_gates(tile);
+  for (int tile = run.first_tile; tile < run.end_tile; ++tile) {
+    wait(&shared.done[slot_of(tile)], (tile - run.first_tile) / kStages % 2);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      tma_store(&dx_map, shared.stages[slot_of(tile)].x[chunk],
+                {run.first_column + chunk * kChunk, tile * kTokens, 0, 0, 0});
+    }
+    tma_store_commit();
+    // Into the stage of the tile before, which has left meanwhile.
+    const int next = tile - 1 + kStages;
+    if (tile > run.first_tile && next < run.end_tile) {
+      tma_store_wait_read<1>();
+      copy_inputs(next);
+      copy_gates(next);
+    }
+  }
+  tma_store_wait_read();
+}
+
+// A CTA has some columns of all streams, and a run of tokens; a warp 32 of the columns.
+template <int kStreams>
+__global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStreams))
     columns_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap x_map,
                    const __grid_constant__ CUtensorMap dh_in_map, const __grid_constant__ CUtensorMap dx_map) {
   using S = Shape<kStreams>;
   constexpr int kMixed = S::kMixed, kSteps = S::kSteps, kPitch = S::kPitch;
   extern __shared__ __align__(1024) char shared_bytes[];
+  let_next_kernel_start();
   auto& shared = *reinterpret_cast<ColumnStorage<kStreams>*>(shared_bytes);
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0), lane = threadIdx.x % kWarpThreads;
-  // Streams side by side, so that what they read of dh_in is in L2.
-  constexpr int kPairs = kStreams / kStreamsOfCta;
-  const int first_stream = blockIdx.x % kPairs * kStreamsOfCta, slices = p.columns / kColumns;
-  const int slice = blockIdx.x / kPairs % slices, run = blockIdx.x / kPairs / slices;
-  const int first_column = slice * kColumns, stream = first_stream + warp / 4;
-  const int tiles = (p.tokens - 1) / kTokens + 1;
-  const int first_tile = static_cast<int>(int64_t{tiles} * run / p.runs);
-  const int end_tile = static_cast<int>(int64_t{tiles} * (run + 1) / p.runs);
+  const Run run(p);
 
   if (threadIdx.x == 0) {
     for (uint64_t& barrier : shared.full) barrier_init(&barrier, 1);
+    for (uint64_t& barrier : shared.done) barrier_init(&barrier, S::kWarps);
     fence_barrier_init();
   }
   __syncthreads();
-  const auto copy_tile = [&](int tile) {  // by thread 0
-    auto& stage = shared.stages[(tile - first_tile) % kStages];
-    uint64_t* full = &shared.full[(tile - first_tile) % kStages];
-    const int token = tile * kTokens;
-    constexpr int kBytes = kTokens * kPitch * sizeof(__nv_bfloat16);
-    arrive_and_expect(full, (kStreamsOfCta + 1) * kTokens * kColumns * 2 + 2 * kBytes);
-    for (int i = 0; i < kStreamsOfCta; ++i) {
-      tma_load_once(stage.x[i], &x_map, {first_column, first_stream + i, 0, token, 0}, full);
-    }
-    tma_load(stage.dh_in, &dh_in_map, {first_column, 0, 0, token, 0}, full);
-    const auto* g_dh_mix = static_cast<const __nv_bfloat16*>(p.dh_mix) + static_cast<int64_t>(token) * kPitch;
-    for (int part = 0; part < 2; ++part) {
-      bulk_load(stage.dh_mix[part], g_dh_mix + part * int64_t{p.padded_tokens} * kPitch, kBytes, full);
-    }
-  };
-  if (threadIdx.x == 0) {
-    for (int tile = first_tile; tile < min(end_tile, first_tile + kStages); ++tile) copy_tile(tile);
+  if (warp >= S::kWarps) {
+    set_registers<S::kCopyRegisters, S::kStart>();
+    if (warp == S::kWarps && lane == 0) copy_tiles(shared, p, run, x_map, dh_in_map, dx_map);
+    return;
   }
-
-  // This warp's 16 columns: of phi as right operands, and of gamma where a lane has sums.
+  set_registers<S::kRegisters, S::kStart>();
+  // This warp's 32 columns: of phi as right operands, and of gamma where a lane has sums.
   const int row = lane / 4, column = lane % 4 * 2;
-  const int warp_column = first_column + warp % 4 * 16;
+  const int stream = warp / (2 * kChunks), chunk = warp / 2 % kChunks, first_piece = warp % 2 * kGroups;
+  const int warp_column = run.first_column + chunk * kChunk + first_piece * 8;
   const int64_t flat_columns = int64_t{kStreams} * p.columns, flat_column = int64_t{stream} * p.columns + warp_column;
-  uint32_t phi[2][2][kSteps][2];  // rounded, and what that leaves out
-  float2 gamma[2];
+  uint32_t phi[2][kGroups][kSteps][2];  // rounded, and what that leaves out
+  float2 gamma[kGroups];
 #pragma unroll
-  for (int group = 0; group < 2; ++group) {
+  for (int group = 0; group < kGroups; ++group) {
     const int64_t own = flat_column + group * 8;
     gamma[group] = p.gamma == nullptr ? float2{1.f, 1.f} : float2{p.gamma[own + column], p.gamma[own + column + 1]};
 #pragma unroll
@@ -184,45 +232,54 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
     }
   }
 
-  float sums[kSteps][2][4] = {};  // G of 16 rows of phi and 8 columns each
-  for (int tile = first_tile; tile < end_tile; ++tile) {
-    const int index = tile - first_tile;
-    auto& stage = shared.stages[index % kStages];
-    wait(&shared.full[index % kStages], index / kStages % 2);
-    char* x_tile = reinterpret_cast<char*>(stage.x[warp / 4]);
-    const char* dh_in_tile = reinterpret_cast<const char*>(stage.dh_in);
-    const int first_piece = warp % 4 * 2;
+  float sums[kSteps][kGroups][4] = {};  // G of 16 rows of phi and 8 columns each
+  for (int i = 0; i < run.end_tile - run.first_tile; ++i) {
+    auto& stage = shared.stages[i % kStages];
+    wait(&shared.full[i % kStages], i / kStages % 2);
+    char* x_tile = reinterpret_cast<char*>(stage.x[chunk][stream]);
+    const char* dh_in_tile = reinterpret_cast<const char*>(stage.dh_in[chunk]);
 #pragma unroll 1
     for (int first = 0; first < kTokens; first += 16) {
-      if (tile * kTokens + first >= p.tokens) break;
-      float dv[2][4] = {};
-      uint32_t x[4];  // 16 tokens as the reduction, two groups of 8 columns
-      load_matrices_transposed(shared_address(x_tile) + swizzled_offset(first + lane % 16, first_piece + lane / 16), x);
+      float dv[kGroups][4] = {};
+      uint32_t x[kGroups / 2][4];  // 16 tokens as the reduction, two groups of 8 columns each
+#pragma unroll
+      for (int i = 0; i < kGroups / 2; ++i) {
+        const int place = swizzled_offset(first + lane % 16, first_piece + 2 * i + lane / 16);
+        load_matrices_transposed(shared_address(x_tile) + place, x[i]);
+      }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        uint32_t a[4];
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
           const auto* rows = stage.dh_mix[part] + first * kPitch + step * 16;
+          uint32_t a[4], transposed[4];
           load_matrices(shared_address(rows + lane % 16 * kPitch + lane / 16 * 8), a);
+          load_matrices_transposed(shared_address(rows + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8),
+                                   transposed);
+          // In an order in which none waits for the one before.
 #pragma unroll
-          for (int group = 0; group < 2; ++group) {
+          for (int group = 0; group < kGroups; ++group) {
             multiply(dv[group], a, phi[0][group][step][0], phi[0][group][step][1]);
-            if (part == 0) multiply(dv[group], a, phi[1][group][step][0], phi[1][group][step][1]);
           }
-          load_matrices_transposed(shared_address(rows + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8), a);
 #pragma unroll
-          for (int group = 0; group < 2; ++group) multiply(sums[step][group], a, x[2 * group], x[2 * group + 1]);
+          for (int group = 0; group < kGroups; ++group) {
+            multiply(sums[step][group], transposed, x[group / 2][group % 2 * 2], x[group / 2][group % 2 * 2 + 1]);
+          }
+          if (part == 1) continue;
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            multiply(dv[group], a, phi[1][group][step][0], phi[1][group][step][1]);
+          }
         }
       }
-      uint32_t dx[2][2];
+      uint32_t dx[2][kGroups];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int t = first + row + 8 * half;
         const float h_pre = behind<kStreams>(stage.dh_mix[0] + t * kPitch)[stream];
         const float factor = behind<kStreams>(stage.dh_mix[1] + t * kPitch)[0];
 #pragma unroll
-        for (int group = 0; group < 2; ++group) {
+        for (int group = 0; group < kGroups; ++group) {
           const int place = swizzled_offset(t, first_piece + group) + column * 2;
           const float2 of_x = unpack_bf16(*reinterpret_cast<const uint32_t*>(x_tile + place));
           const float2 upstream = unpack_bf16(*reinterpret_cast<const uint32_t*>(dh_in_tile + place));
@@ -235,40 +292,29 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int group = 0; group < 2; ++group) {
+        for (int group = 0; group < kGroups; ++group) {
           const int place = swizzled_offset(first + row + 8 * half, first_piece + group) + column * 2;
           *reinterpret_cast<uint32_t*>(x_tile + place) = dx[half][group];
         }
       }
     }
     fence_async_proxy();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < kStreamsOfCta; ++i) {
-        tma_store(&dx_map, stage.x[i], {first_column, first_stream + i, 0, tile * kTokens, 0});
-      }
-      tma_store_commit();
-      // Into the stage of the tile before, which has left meanwhile.
-      if (tile > first_tile && tile - 1 + kStages < end_tile) {
-        tma_store_wait_read<1>();
-        copy_tile(tile - 1 + kStages);
-      }
-    }
+    __syncwarp();
+    if (lane == 0) arrive(&shared.done[i % kStages]);
   }
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-    for (int group = 0; group < 2; ++group) {
+    for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int m = step * 16 + half * 8 + row;
         if (m >= kMixed) continue;
-        float* g_part = p.parts + (int64_t{run} * kMixed + m) * flat_columns + flat_column + group * 8 + column;
+        float* g_part = p.parts + (int64_t{run.index} * kMixed + m) * flat_columns + flat_column + group * 8 + column;
         *reinterpret_cast<float2*>(g_part) = {sums[step][group][2 * half], sums[step][group][2 * half + 1]};
       }
     }
   }
-  if (threadIdx.x == 0) tma_store_wait_read();
 }
 
 // Of a CTA, in a fixed order; the first thread has it.
@@ -287,6 +333,7 @@ __device__ __forceinline__ float sum_of_cta(float value) {
 template <int kStreams>
 __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_constant__ Params p) {
   constexpr int kMixed = Shape<kStreams>::kMixed, kRows = kMixed / kReduceParts;
+  wait_for_kernel_before();
   const int64_t columns = int64_t{kStreams} * p.columns;
   const int job = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x - kMixed - 3);
   if (job < 0) {

@@ -11,22 +11,22 @@ namespace {
 template <int kStreams>
 const char* launch_tokens(const Params& p, cudaStream_t stream) {
   CUtensorMap x_map, dh_in_map, dx_map;
-  const auto encode = [&](CUtensorMap* map, const void* data, int streams) {
+  const auto encode = [&](CUtensorMap* map, const void* data, int streams) {  // tokens as heads, streams as positions
     return encode_head_tensor(map,
-                              {data, p.columns, streams, 1, p.tokens, 1, p.columns, 0, int64_t{streams} * p.columns, 0},
-                              {.columns = kColumns, .heads = 1, .positions = kTokens});
+                              {data, p.columns, p.tokens, 1, streams, 1, int64_t{streams} * p.columns, 0, p.columns, 0},
+                              {.columns = kChunk, .heads = kTokens, .positions = streams});
   };
   if (!encode(&x_map, p.x, kStreams)) return "no tensor map for x";
   if (!encode(&dh_in_map, p.dh_in, 1)) return "no tensor map for dh_in";
   if (!encode(&dx_map, p.dx, kStreams)) return "no tensor map for dx";
   constexpr int kBytes = sizeof(ColumnStorage<kStreams>);
-  static_assert(2 * kBytes <= kMaxSharedBytes);
-  const unsigned column_ctas = kStreams / kStreamsOfCta * (p.columns / kColumns) * p.runs;
+  static_assert(ctas_per_sm(kStreams) * (kBytes + 1024) <= kMaxSharedBytes + 1024);
+  const Grid column_grid(p.columns / kColumns * p.runs, 1, /*starts_early=*/true);
   const char* error =
       launch_kernel<gates_kernel<kStreams>>(p.device, unsigned(p.padded_tokens), kTokenThreads, 0, stream, p);
   if (error != nullptr) return error;
-  return launch_kernel<columns_kernel<kStreams>>(p.device, column_ctas, kColumnThreads, kBytes, stream, p, x_map,
-                                                 dh_in_map, dx_map);
+  return launch_kernel<columns_kernel<kStreams>>(p.device, column_grid, Shape<kStreams>::kThreads, kBytes, stream, p,
+                                                 x_map, dh_in_map, dx_map);
 }
 
 template <int kStreams>
@@ -34,7 +34,8 @@ const char* launch_streams(const Params& p, cudaStream_t stream) {
   const char* error = p.tokens > 0 ? launch_tokens<kStreams>(p, stream) : nullptr;
   if (error != nullptr) return error;
   const unsigned reduce_ctas = (kStreams * p.columns - 1) / kReduceColumns + 1 + Shape<kStreams>::kMixed + 3;
-  return launch_kernel<reduce_kernel<kStreams>>(p.device, reduce_ctas, kReduceThreads, 0, stream, p);
+  const Grid reduce_grid(reduce_ctas, 1, /*starts_early=*/true);
+  return launch_kernel<reduce_kernel<kStreams>>(p.device, reduce_grid, kReduceThreads, 0, stream, p);
 }
 
 }  // namespace

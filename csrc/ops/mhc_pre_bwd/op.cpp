@@ -4,6 +4,7 @@
 #include <optional>
 #include <tuple>
 
+#include "ops/mhc/inputs.h"
 #include "ops/mhc_pre_bwd/params.h"
 #include "torch/abi.h"
 
@@ -11,22 +12,15 @@ namespace dsa::mhc_pre_bwd {
 namespace {
 
 constexpr char kOp[] = "dsa::mhc_pre_bwd";
-constexpr int64_t kMaxColumns = 8192, kColumnsOfCta = 128;
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Tensor dh_post, Tensor dh_res, Tensor x,
                                                                Tensor phi, Tensor alpha, std::optional<Tensor> gamma,
                                                                Tensor h_post, Tensor inv_rms, Tensor h_mix,
                                                                Tensor h_pre, double eps) {
-  check_tensor(kOp, "x", x, ScalarType::BFloat16, {{"B"}, {"S"}, {"n"}, {"D"}});
+  mhc::check_streams(kOp, x);
+  mhc::check_parameters(kOp, x, phi, alpha, gamma, eps);
   const int64_t streams = x.size(2), columns = x.size(3), mixed = streams * streams + 2 * streams;
-  DSA_CHECK(streams == 2 || streams == 4, kOp, ": x must have 2 or 4 streams, got ", streams);
-  DSA_CHECK(columns > 0 && columns % 128 == 0 && columns <= kMaxColumns, kOp,
-            ": x's columns must be a multiple of 128, at most ", kMaxColumns, ", got ", columns);
   const Dim batch{"B", x.size(0)}, length{"S", x.size(1)};
-  check_tensor(kOp, "phi", phi, ScalarType::Float, {{"M", mixed}, {"C", streams * columns}});
-  check_tensor(kOp, "alpha", alpha, ScalarType::Float, {{"A", 3}});
-  if (gamma) check_tensor(kOp, "gamma", *gamma, ScalarType::Float, {{"C", streams * columns}});
-  DSA_CHECK(eps >= 0 && eps < 1, kOp, ": eps must be from 0 to less than 1, got ", eps);
   check_tensor(kOp, "dh_in", dh_in, ScalarType::BFloat16, {batch, length, {"D", columns}});
   check_tensor(kOp, "dh_post", dh_post, ScalarType::Float, {batch, length, {"M", streams}});
   check_tensor(kOp, "dh_res", dh_res, ScalarType::Float, {batch, length, {"M", streams}, {"N", streams}});
@@ -46,10 +40,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Ten
     check_same_device(kOp, name, *tensor, "x", x);
     *tensor = aligned_contiguous(*tensor);
   }
-  if (gamma) {
-    check_same_device(kOp, "gamma", *gamma, "x", x);
-    gamma = aligned_contiguous(*gamma);
-  }
+  if (gamma) gamma = aligned_contiguous(*gamma);
   const Device device = hopper_device(kOp, "x", x);
   const int device_index = x.get_device_index();
   const DeviceGuard guard(device_index);
@@ -57,9 +48,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Ten
   x = aligned_contiguous(x);
   const int64_t tokens = x.size(0) * x.size(1), flat = streams * columns;
   const int64_t padded = (tokens + kTokens - 1) / kTokens * kTokens;
-  const int64_t slices = flat / kColumnsOfCta;
   // Without tokens there are no runs, and sums of none are zero.
-  const int64_t tiles = padded / kTokens, runs = std::min(std::max<int64_t>(4 * device.num_sms / slices, 1), tiles);
+  const int64_t tiles = padded / kTokens, slots = ctas_per_sm(static_cast<int>(streams)) * device.num_sms;
+  const int64_t runs = std::min(std::max<int64_t>(slots / (columns / kColumns), 1), tiles);
   const auto floats = [&](std::initializer_list<int64_t> sizes) {
     return empty(sizes, ScalarType::Float, device_index);
   };

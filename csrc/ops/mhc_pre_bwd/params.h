@@ -25,7 +25,10 @@ struct Params {
   int device;         // index of the one that runs the kernels
 };
 
-inline constexpr int kTokens = 64;  // of a tile of x
+inline constexpr int kTokens = 32, kColumns = 128;  // of a tile of x, which has all streams
+
+// That go by columns.
+constexpr int ctas_per_sm(int streams) { return streams == 2 ? 2 : 1; }
 
 // Columns of a row of dh_mix in scratch: a multiple of 16, and 8, so that rows do not share banks, for 4 numbers more.
 constexpr int pitch_of(int streams) { return (streams * streams + 2 * streams + 15) / 16 * 16 + 8; }

@@ -1,11 +1,11 @@
 // The gates of hyper-connections and what a layer reads of the streams, for 16 tokens at a time.
 //
 // A cluster of CTAs shares the columns: each has a run of them, of every stream, so that it sees all that it needs for
-// its part of h_in, and reads x once. phi, times gamma and split in two bf16 numbers, stays in registers: warp
-// 4 * stream + quarter has a quarter of each 64 columns of that stream, as right operands, and x from shared memory is
-// the left one. The warps add up each other's sums, a token a warp, and send them to the CTA that owns the token. There
-// more warps add up what all CTAs have sent, in a fixed order, make the gates, and send h_pre to all, while the next
-// tile is multiplied; then this one, which is still there, is weighed. docs/mhc.md has the maths.
+// its part of h_in, and reads x once. Warps have four roles. One copies x. Eight multiply it with phi, which stays in
+// registers, times gamma and split in two bf16 numbers: each has a part of every 64 columns of one stream. They add up
+// each other's sums, and send them to the CTA that owns the token. There three warps add up what all CTAs have sent, in
+// a fixed order, make the gates, and send h_pre to all. Four more then weigh the tile, which is still there, while the
+// next one is multiplied. docs/mhc.md has the maths.
 #pragma once
 
 #include <cuda.h>
@@ -27,19 +27,20 @@ using namespace dsa::sm90;
 
 inline constexpr int kTokens = 16;  // of a tile
 inline constexpr int kChunk = 64;   // columns of a stream that are copied together
-inline constexpr int kStages = 3;   // a tile that comes, one that is multiplied, one that waits for its gates
-inline constexpr int kTurns = 3;    // of messages: what is read of a tile is put back before those of the next are sent
-inline constexpr int kGateWarps = 3;
+inline constexpr int kStages = 3;   // of tiles, and turns of their messages
+inline constexpr int kMultiplyWarps = 8, kWeighWarps = 4, kGateWarps = 3;
+inline constexpr int kMultiplyThreads = kMultiplyWarps * kWarpThreads, kWeighThreads = kWeighWarps * kWarpThreads;
+inline constexpr int kThreads = kMultiplyThreads + 2 * kWarpgroupThreads;
 inline constexpr int kMultiplyBarrier = 1;
+// Registers of a thread: at the start, which is all that there is to share, and then of each role.
+inline constexpr int kStart = 65536 / kThreads, kMultiplyRegisters = 216, kWeighRegisters = 48, kOtherRegisters = 32;
+static_assert(2 * kMultiplyRegisters + kWeighRegisters + kOtherRegisters <= 4 * kStart);
 
 template <int kStreams_>
 struct Shape {
   static constexpr int kStreams = kStreams_;
-  static constexpr int kWarps = 4 * kStreams, kMultiplyThreads = kWarps * kWarpThreads;
-  static constexpr int kThreads = kMultiplyThreads + kWarpgroupThreads;
-  // Registers of a thread: at the start, which is all that there is to share, of the others, of one that multiplies.
-  static constexpr int kStart = 65536 / kThreads / 8 * 8, kOthers = 32;
-  static constexpr int kMultiply = (kStart * kThreads - kOthers * kWarpgroupThreads) / kMultiplyThreads / 8 * 8;
+  static constexpr int kWarpsOfStream = kMultiplyWarps / kStreams;
+  static constexpr int kSteps = kChunk / 16 / kWarpsOfStream;  // of 16 columns, of each chunk
   static constexpr int kMixed = kStreams * kStreams + 2 * kStreams;
   static constexpr int kGroups = kMixed / 8;  // of columns of a product
   static constexpr int kSums = kMixed + 1;    // of a token: with phi's rows, and of squares
@@ -48,13 +49,13 @@ struct Shape {
 
 template <class S, int kChunks>
 struct SharedStorage {
-  alignas(1024) __nv_bfloat16 x[kStages][S::kStreams][kChunks][kTokens * kChunk];
-  alignas(16) float products[S::kWarps][kTokens][S::kPitch];  // a token's sums, of each warp, by column_of_row
-  // Messages, of tiles in turn: sums of this CTA's tokens from each CTA of the cluster, and h_pre of all tokens from
-  // their owners.
-  float sums[kTurns][kTokens][S::kPitch];
-  alignas(16) float h_pre[kTurns][kTokens][S::kStreams];
-  uint64_t full[kStages], empty[kStages], added;
+  alignas(1024) __nv_bfloat16 x[kStages][kChunks][S::kStreams][kTokens * kChunk];
+  // A token's sums, of each warp, by column_of_row; of tiles in turn.
+  alignas(16) float products[2][kMultiplyWarps][kTokens][S::kPitch];
+  // Messages: sums of this CTA's tokens from each CTA of the cluster, and h_pre of all tokens from their owners.
+  float sums[kStages][kTokens][S::kPitch];
+  alignas(16) float h_pre[kStages][kTokens][S::kStreams];
+  uint64_t full[kStages][kChunks], empty[kStages][kChunks], phi_is_here;
 };
 
 // The tiles of a cluster, and its CTA's columns.
@@ -94,26 +95,32 @@ __device__ __forceinline__ constexpr int column_of_row(int row) { return row / 8
 // lines; lanes then exchange halves of them, such that an even group of four has the first half's rows and an odd one
 // the second's (see column_of_row).
 template <class S, int kChunks>
-__device__ __forceinline__ void load_weights(Weights<S> (&weights)[kChunks], const Params& p, const Work& work,
-                                             int warp, int lane) {
+__device__ __forceinline__ void load_weights(Weights<S> (&weights)[kChunks][S::kSteps], const Params& p,
+                                             const Work& work, int warp, int lane) {
+  constexpr int kLoads = 2 * S::kGroups;
   const int64_t flat_columns = int64_t{S::kStreams} * p.columns;
-  const int64_t column = warp / 4 * p.columns + work.first_chunk * kChunk + warp % 4 * 16 + lane % 8 * 2;
-  float2 pairs[kChunks][S::kGroups][2];
+  const int64_t column = warp / S::kWarpsOfStream * p.columns + work.first_chunk * kChunk +
+                         warp % S::kWarpsOfStream * S::kSteps * 16 + lane % 8 * 2;
+  const auto place = [&](int chunk, int step) { return min(chunk, work.chunks - 1) * kChunk + step * 16; };
+  float2 pairs[kChunks][S::kSteps][kLoads];
 #pragma unroll
-  for (int i = 0; i < 2 * S::kGroups; ++i) {
+  for (int i = 0; i < kLoads; ++i) {
     const float* g_row = p.phi + (i * 4 + lane / 8) * flat_columns + column;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      pairs[chunk][i / 2][i % 2] = load_with_neighbours(g_row + min(chunk, work.chunks - 1) * kChunk);
+#pragma unroll
+      for (int step = 0; step < S::kSteps; ++step)
+        pairs[chunk][step][i] = load_with_neighbours(g_row + place(chunk, step));
     }
   }
   if (p.gamma != nullptr) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const float2 gamma = load_with_neighbours(p.gamma + column + min(chunk, work.chunks - 1) * kChunk);
 #pragma unroll
-      for (int i = 0; i < 2 * S::kGroups; ++i) {
-        pairs[chunk][i / 2][i % 2].x *= gamma.x, pairs[chunk][i / 2][i % 2].y *= gamma.y;
+      for (int step = 0; step < S::kSteps; ++step) {
+        const float2 gamma = load_with_neighbours(p.gamma + column + place(chunk, step));
+#pragma unroll
+        for (float2& pair : pairs[chunk][step]) pair.x *= gamma.x, pair.y *= gamma.y;
       }
     }
   }
@@ -125,35 +132,36 @@ __device__ __forceinline__ void load_weights(Weights<S> (&weights)[kChunks], con
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
-    for (int group = 0; group < S::kGroups; ++group) {
-      uint32_t high[2], low[2];
+    for (int step = 0; step < S::kSteps; ++step) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 pair = pairs[chunk][group][i];
-        high[i] = pack_bf16(pair.x, pair.y);
-        const float2 rounded = unpack_bf16(high[i]);
-        low[i] = pack_bf16(pair.x - rounded.x, pair.y - rounded.y);
+      for (int group = 0; group < S::kGroups; ++group) {
+        uint32_t high[2], low[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 pair = pairs[chunk][step][2 * group + i];
+          high[i] = pack_bf16(pair.x, pair.y);
+          const float2 rounded = unpack_bf16(high[i]);
+          low[i] = pack_bf16(pair.x - rounded.x, pair.y - rounded.y);
+        }
+        exchange(high[0], high[1], weights[chunk][step].high[group]);
+        exchange(low[0], low[1], weights[chunk][step].low[group]);
       }
-      exchange(high[0], high[1], weights[chunk].high[group]);
-      exchange(low[0], low[1], weights[chunk].low[group]);
     }
   }
 }
 
-// The warp that copies: the first tile at once, and others when phi is here, which is needed first.
+// The thread that copies: the first tile at once, and others when phi is here, which is needed first.
 template <class S, int kChunks>
-__device__ __forceinline__ void copy(SharedStorage<S, kChunks>& shared, const CUtensorMap& x_map, const Work& work,
-                                     int lane) {
-  static_assert(S::kStreams * kChunks <= kWarpThreads);
-  const int boxes = S::kStreams * work.chunks, stream = lane / work.chunks, chunk = lane % work.chunks;
+__device__ __forceinline__ void copy(SharedStorage<S, kChunks>& shared, const CUtensorMap& x_map, const Work& work) {
   Ring<kStages> ring;
   for (int i = 0; i < work.tiles; ++i) {
-    if (i > 0) wait(&shared.empty[ring.slot], ring.parity);
-    if (lane == 0) arrive_and_expect(&shared.full[ring.slot], boxes * kTokens * kChunk * 2);
-    __syncwarp();
-    if (lane < boxes) {
-      tma_load_once(shared.x[ring.slot][stream][chunk], &x_map,
-                    {(work.first_chunk + chunk) * kChunk, stream, 0, work.first_token(i), 0}, &shared.full[ring.slot]);
+    if (i == 1) wait(&shared.phi_is_here, 0);
+    for (int chunk = 0; chunk < work.chunks; ++chunk) {
+      uint64_t* full = &shared.full[ring.slot][chunk];
+      wait(&shared.empty[ring.slot][chunk], ring.parity ^ 1);
+      arrive_and_expect(full, sizeof(shared.x[0][0]));
+      tma_load_once(shared.x[ring.slot][chunk], &x_map,
+                    {(work.first_chunk + chunk) * kChunk, work.first_token(i), 0, 0, 0}, full);
     }
     ring.advance();
   }
@@ -201,7 +209,7 @@ __device__ __forceinline__ void make_gates(SharedStorage<S, kChunks>& shared, co
   const Gates<S> gates(p, lane);
   const int own_tokens = work.own_tokens();
   const uint32_t h_pre_there = remote_address(shared.h_pre, min(lane, work.ctas - 1));
-  Ring<kTurns> ring;
+  Ring<kStages> ring;
   for (int i = 0; i < work.tiles; ++i) {
     for (int own = warp; own < own_tokens; own += kGateWarps) {
       float* const first = &shared.sums[ring.slot][own * work.ctas][min(lane, S::kMixed)];
@@ -215,6 +223,9 @@ __device__ __forceinline__ void make_gates(SharedStorage<S, kChunks>& shared, co
           sum += part, complete &= has_come(part);
         }
       } while (__any_sync(~0u, !complete));
+      // Put back before the gates are known, and with them that the sums have been read.
+#pragma unroll 4
+      for (int from = 0; from < work.ctas; ++from) clear_message(first + from * S::kPitch);
       const int t = work.rank * own_tokens + own;
       gates.make(p, sum, int64_t{work.first_token(i)} + t, [&](const auto& h_pre) {
         if (lane < work.ctas) {
@@ -222,8 +233,6 @@ __device__ __forceinline__ void make_gates(SharedStorage<S, kChunks>& shared, co
 #pragma unroll
           for (int stream = 0; stream < S::kStreams; ++stream) send_message(there + stream * 4, h_pre[stream]);
         }
-#pragma unroll 4
-        for (int from = 0; from < work.ctas; ++from) clear_message(first + from * S::kPitch);
       });
     }
     ring.advance();
@@ -232,32 +241,36 @@ __device__ __forceinline__ void make_gates(SharedStorage<S, kChunks>& shared, co
 
 // Of 16 tokens, a warp's columns: their products with phi, and their squares.
 template <class S, int kChunks>
-__device__ __forceinline__ void multiply_tile(SharedStorage<S, kChunks>& shared, int stage,
-                                              const Weights<S> (&weights)[kChunks], int chunks, int warp, int lane,
-                                              int parity) {
-  const int stream = warp / 4, quarter = warp % 4;
+__device__ __forceinline__ void multiply_tile(const __nv_bfloat16 (&tile)[kChunks][S::kStreams][kTokens * kChunk],
+                                              uint64_t (&full)[kChunks], uint32_t parity,
+                                              const Weights<S> (&weights)[kChunks][S::kSteps], int chunks,
+                                              float (&sums)[kTokens][S::kPitch], int warp, int lane) {
+  const int stream = warp / S::kWarpsOfStream, first_piece = warp % S::kWarpsOfStream * S::kSteps * 2;
   float products[S::kGroups][4] = {}, squares[2] = {};
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     if (chunk >= chunks) break;
-    uint32_t x[4];
-    load_matrices(shared_address(shared.x[stage][stream][chunk]) + swizzled_offset(lane % 16, quarter * 2 + lane / 16),
-                  x);
+    wait(&full[chunk], parity);
 #pragma unroll
-    for (int group = 0; group < S::kGroups; ++group) {
-      multiply(products[group], x, weights[chunk].high[group][0], weights[chunk].high[group][1]);
-      multiply(products[group], x, weights[chunk].low[group][0], weights[chunk].low[group][1]);
-    }
+    for (int step = 0; step < S::kSteps; ++step) {
+      const auto& [high, low] = weights[chunk][step];
+      uint32_t x[4];
+      load_matrices(
+          shared_address(tile[chunk][stream]) + swizzled_offset(lane % 16, first_piece + step * 2 + lane / 16), x);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack_bf16(x[i]);
-      squares[i % 2] = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, squares[i % 2]));
+      for (int group = 0; group < S::kGroups; ++group) multiply(products[group], x, high[group][0], high[group][1]);
+#pragma unroll
+      for (int group = 0; group < S::kGroups; ++group) multiply(products[group], x, low[group][0], low[group][1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack_bf16(x[i]);
+        squares[i % 2] = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, squares[i % 2]));
+      }
     }
   }
-  wait(&shared.added, parity ^ 1);  // what the last tile left here
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float* const of_token = shared.products[warp][lane / 4 + 8 * half];
+    float* const of_token = sums[lane / 4 + 8 * half];
 #pragma unroll
     for (int group = 0; group < S::kGroups; ++group) {
       *reinterpret_cast<float2*>(of_token + group * 8 + lane % 4 * 2) = {products[group][2 * half],
@@ -277,122 +290,127 @@ __device__ __forceinline__ uint32_t place_of_sums(const SharedStorage<S, kChunks
   return remote_address(&shared.sums[0][own * work.ctas + work.rank][lane], owner);
 }
 
-// Adds up what the warps have of this one's tokens, and sends it to the tokens' owners, who will send h_pre.
+// The warps that multiply. Each then adds up what all have of some tokens, and sends it to their owners, who will send
+// h_pre.
 template <class S, int kChunks>
-__device__ __forceinline__ void send_sums(SharedStorage<S, kChunks>& shared,
-                                          const uint32_t (&places)[kTokens / S::kWarps], int turn, int warp, int lane) {
+__device__ __forceinline__ void multiply_tiles(SharedStorage<S, kChunks>& shared, const Params& p, const Work& work,
+                                               int warp, int lane) {
+  constexpr int kOwn = kTokens / kMultiplyWarps;
+  Weights<S> weights[kChunks][S::kSteps];
+  load_weights(weights, p, work, warp, lane);
+  if (lane == 0) arrive(&shared.phi_is_here);
+  uint32_t places[kOwn];
 #pragma unroll
-  for (int i = 0; i < kTokens / S::kWarps; ++i) {
-    const int t = warp + i * S::kWarps;
-    if (lane < S::kStreams) clear_message(&shared.h_pre[turn][t][lane]);  // all have read it
-    __syncwarp();
-    const int column = lane < S::kMixed ? column_of_row(lane) : S::kMixed;
-    float sum = 0.f;
+  for (int i = 0; i < kOwn; ++i) places[i] = place_of_sums(shared, work, warp + i * kMultiplyWarps, lane);
+  const int column = lane < S::kMixed ? column_of_row(lane) : S::kMixed;
+  Ring<kStages> ring;
+  for (int i = 0; i < work.tiles; ++i) {
+    auto& products = shared.products[i % 2];
+    multiply_tile<S, kChunks>(shared.x[ring.slot], shared.full[ring.slot], ring.parity, weights, work.chunks,
+                              products[warp], warp, lane);
+    asm volatile("bar.sync %0, %1;" ::"n"(kMultiplyBarrier), "n"(kMultiplyThreads) : "memory");
 #pragma unroll
-    for (int from = 0; from < S::kWarps; ++from) sum += shared.products[from][t][column];
-    if (lane < S::kSums) send_message(places[i] + turn * sizeof(shared.sums[0]), sum);
-  }
-  __syncwarp();
-  if (lane == 0) arrive(&shared.added);
-}
-
-template <class S, int kChunks>
-__device__ __forceinline__ void wait_for_gates(SharedStorage<S, kChunks>& shared, int turn, int lane) {
-  bool complete;
-  do {
-    complete = true;
+    for (int i = 0; i < kOwn; ++i) {
+      const int t = warp + i * kMultiplyWarps;
+      float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < kTokens * S::kStreams; i += kWarpThreads) {
-      complete &= has_come(read_message(&shared.h_pre[turn][0][0] + i + lane));
+      for (int from = 0; from < kMultiplyWarps; ++from) sum += products[from][t][column];
+      if (lane < S::kSums) send_message(places[i] + ring.slot * sizeof(shared.sums[0]), sum);
     }
-  } while (__any_sync(~0u, !complete));
+    ring.advance();
+  }
 }
 
-// This CTA's columns of h_in.
+// Word `lane` of `count` that are sent to this warp, when all have come. The places are empty again.
+__device__ __forceinline__ float receive(float* words, int count, int lane) {
+  float* const place = words + lane % count;
+  float word;
+  do {
+    word = read_message(place);
+  } while (__any_sync(~0u, !has_come(word)));
+  clear_message(place);
+  return word;
+}
+
+// The warps that weigh: this CTA's columns of h_in.
 template <class S, int kChunks>
-__device__ __forceinline__ void weigh_tile(SharedStorage<S, kChunks>& shared, int stage, const Params& p,
-                                           const Work& work, int first_token) {
-  constexpr int kPieces = kChunk / 8, kStep = S::kMultiplyThreads / (kTokens * kPieces);
-  const int piece = threadIdx.x % kPieces, t = threadIdx.x / kPieces % kTokens;
-  if (first_token + t >= p.tokens) return;
-  float h_pre[S::kStreams];
-#pragma unroll
-  for (int stream = 0; stream < S::kStreams; ++stream) h_pre[stream] = shared.h_pre[stage][t][stream];
-  const char* const place = reinterpret_cast<const char*>(shared.x[stage][0][0]) + swizzled_offset(t, piece);
-  auto* const g_out = static_cast<__nv_bfloat16*>(p.h_in) + int64_t{first_token + t} * p.columns +
-                      work.first_chunk * kChunk + piece * 8;
-  for (int chunk = threadIdx.x / (kPieces * kTokens); chunk < work.chunks; chunk += kStep) {
-    float2 out[4] = {};
+__device__ __forceinline__ void weigh_tiles(SharedStorage<S, kChunks>& shared, const Params& p, const Work& work,
+                                            int thread) {
+  constexpr int kPieces = kChunk / 8;
+  static_assert(kWeighThreads == kTokens * kPieces);
+  const int piece = thread % kPieces, t = thread / kPieces;
+  const int warp = thread / kWarpThreads, lane = thread % kWarpThreads;
+  Ring<kStages> ring;
+  for (int i = 0; i < work.tiles; ++i) {
+    constexpr int kOfWarp = kTokens / kWeighWarps;
+    const float gates = receive(shared.h_pre[ring.slot][warp * kOfWarp], kOfWarp * S::kStreams, lane);
+    float h_pre[S::kStreams];
 #pragma unroll
     for (int stream = 0; stream < S::kStreams; ++stream) {
-      const int tile = (stream * kChunks + chunk) * kTokens * kSwizzleRowBytes;
-      const uint4 words = *reinterpret_cast<const uint4*>(place + tile);
-      const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+      h_pre[stream] = __shfl_sync(~0u, gates, t % kOfWarp * S::kStreams + stream);
+    }
+    const int64_t token = int64_t{work.first_token(i)} + t;
+    const char* const place = reinterpret_cast<const char*>(shared.x[ring.slot]) + swizzled_offset(t, piece);
+    auto* const g_out = static_cast<__nv_bfloat16*>(p.h_in) + token * p.columns + work.first_chunk * kChunk + piece * 8;
+    for (int chunk = 0; chunk < work.chunks; ++chunk) {
+      wait(&shared.full[ring.slot][chunk], ring.parity);
+      float2 out[4] = {};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 x = unpack_bf16(pairs[j]);
-        out[j].x = fmaf(h_pre[stream], x.x, out[j].x), out[j].y = fmaf(h_pre[stream], x.y, out[j].y);
+      for (int stream = 0; stream < S::kStreams; ++stream) {
+        const int tile = (chunk * S::kStreams + stream) * kTokens * kSwizzleRowBytes;
+        const Piece piece_of_x = *reinterpret_cast<const Piece*>(place + tile);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 x = unpack_bf16(piece_of_x.words[j]);
+          out[j].x = fmaf(h_pre[stream], x.x, out[j].x), out[j].y = fmaf(h_pre[stream], x.y, out[j].y);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) arrive(&shared.empty[ring.slot][chunk]);
+      if (token < p.tokens) {
+        *reinterpret_cast<Piece*>(g_out + chunk * kChunk) = {
+            pack_bf16(out[0].x, out[0].y), pack_bf16(out[1].x, out[1].y), pack_bf16(out[2].x, out[2].y),
+            pack_bf16(out[3].x, out[3].y)};
       }
     }
-    *reinterpret_cast<uint4*>(g_out + chunk * kChunk) = {pack_bf16(out[0].x, out[0].y), pack_bf16(out[1].x, out[1].y),
-                                                         pack_bf16(out[2].x, out[2].y), pack_bf16(out[3].x, out[3].y)};
+    ring.advance();
   }
 }
 
 template <class S, int kChunks>
-__global__ void __launch_bounds__(S::kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     mhc_pre_fwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap x_map, int ctas) {
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage<S, kChunks>*>(shared_bytes);
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0), lane = threadIdx.x % kWarpThreads;
   const Work work(p, ctas);
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : shared.full) barrier_init(&barrier, 1);
-    for (uint64_t& barrier : shared.empty) barrier_init(&barrier, S::kWarps);
-    barrier_init(&shared.added, S::kWarps);
+    for (int i = 0; i < kStages * kChunks; ++i) {
+      barrier_init(&shared.full[0][0] + i, 1), barrier_init(&shared.empty[0][0] + i, kWeighWarps);
+    }
+    barrier_init(&shared.phi_is_here, kMultiplyWarps);
     fence_barrier_init();
   }
-  for (int i = threadIdx.x; i < kTurns * kTokens * S::kPitch; i += S::kThreads) {
+  for (int i = threadIdx.x; i < kStages * kTokens * S::kPitch; i += kThreads) {
     clear_message(&shared.sums[0][0][0] + i);
-    if (i < kTurns * kTokens * S::kStreams) clear_message(&shared.h_pre[0][0][0] + i);
+    if (i < kStages * kTokens * S::kStreams) clear_message(&shared.h_pre[0][0][0] + i);
   }
   cute::cluster_arrive();
   cute::cluster_wait();  // the only one: nothing is sent to a CTA that does not wait for it
 
-  if (warp >= S::kWarps) {
-    set_registers<S::kOthers, S::kStart>();
-    if (warp == S::kWarps) {
-      copy(shared, x_map, work, lane);
+  if (warp < kMultiplyWarps) {
+    set_registers<kMultiplyRegisters, kStart>();
+    multiply_tiles(shared, p, work, warp, lane);
+  } else if (warp < kMultiplyWarps + kWeighWarps) {
+    set_registers<kWeighRegisters, kStart>();
+    weigh_tiles(shared, p, work, threadIdx.x - kMultiplyThreads);
+  } else {
+    set_registers<kOtherRegisters, kStart>();
+    const int other = warp - kMultiplyWarps - kWeighWarps;
+    if (other == 0) {
+      if (lane == 0) copy(shared, x_map, work);
     } else {
-      make_gates(shared, p, work, warp - S::kWarps - 1, lane);
-    }
-    return;
-  }
-  set_registers<S::kMultiply, S::kStart>();
-  Weights<S> weights[kChunks];
-  load_weights(weights, p, work, warp, lane);
-  if (lane == 0) {
-    for (uint64_t& barrier : shared.empty) arrive(&barrier);
-  }
-  uint32_t places[kTokens / S::kWarps];
-#pragma unroll
-  for (int i = 0; i < kTokens / S::kWarps; ++i) places[i] = place_of_sums(shared, work, warp + i * S::kWarps, lane);
-  static_assert(kTurns == kStages);
-  Ring<kStages> multiplied, weighed;  // of stages, and of turns
-  for (int i = 0; i <= work.tiles; ++i) {
-    if (i < work.tiles) {
-      wait(&shared.full[multiplied.slot], multiplied.parity);
-      multiply_tile(shared, multiplied.slot, weights, work.chunks, warp, lane, i % 2);
-      asm volatile("bar.sync %0, %1;" ::"n"(kMultiplyBarrier), "n"(S::kMultiplyThreads) : "memory");
-      send_sums(shared, places, multiplied.slot, warp, lane);
-      multiplied.advance();
-    }
-    if (i > 0) {
-      wait_for_gates(shared, weighed.slot, lane);
-      weigh_tile(shared, weighed.slot, p, work, work.first_token(i - 1));
-      __syncwarp();
-      if (lane == 0) arrive(&shared.empty[weighed.slot]);
-      weighed.advance();
+      make_gates(shared, p, work, other - 1, lane);
     }
   }
 }

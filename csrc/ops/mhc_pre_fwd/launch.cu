@@ -16,15 +16,16 @@ const char* launch_instance(const Params& p, int ctas, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedStorage<S, kChunks>);
   static_assert(kBytes <= kMaxSharedBytes);
   CUtensorMap x_map;
-  const bool encoded = encode_head_tensor(
-      &x_map, {p.x, p.columns, p.streams, 1, p.tokens, 1, p.columns, 0, int64_t{p.streams} * p.columns, 0},
-      {.columns = kChunk, .heads = 1, .positions = kTokens});
+  const bool encoded =  // tokens as heads, and streams as positions
+      encode_head_tensor(&x_map,
+                         {p.x, p.columns, p.tokens, 1, p.streams, 1, int64_t{p.streams} * p.columns, 0, p.columns, 0},
+                         {.columns = kChunk, .heads = kTokens, .positions = kStreams});
   if (!encoded) return "no tensor map for x";
   int clusters;
-  const char* error = count_clusters<kKernel>(p.device, ctas, S::kThreads, kBytes, &clusters);
+  const char* error = count_clusters<kKernel>(p.device, ctas, kThreads, kBytes, &clusters);
   if (error != nullptr) return error;
   clusters = std::min(clusters, (p.tokens - 1) / kTokens + 1);
-  return launch_kernel<kKernel>(p.device, Grid(clusters * ctas, ctas), S::kThreads, kBytes, stream, p, x_map, ctas);
+  return launch_kernel<kKernel>(p.device, Grid(clusters * ctas, ctas), kThreads, kBytes, stream, p, x_map, ctas);
 }
 
 // As few CTAs in a cluster as have registers for phi, and two at least: a cluster is needed for messages.

@@ -3,6 +3,7 @@
 #include <optional>
 #include <tuple>
 
+#include "ops/mhc/inputs.h"
 #include "ops/mhc_pre_fwd/params.h"
 #include "torch/abi.h"
 
@@ -10,25 +11,15 @@ namespace dsa::mhc_pre_fwd {
 namespace {
 
 constexpr char kOp[] = "dsa::mhc_pre_fwd";
-constexpr int64_t kMaxColumns = 8192;  // of which the registers of a cluster hold phi
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_fwd(Tensor x, Tensor phi, Tensor alpha, Tensor bias,
                                                                        std::optional<Tensor> gamma, double eps) {
-  check_tensor(kOp, "x", x, ScalarType::BFloat16, {{"B"}, {"S"}, {"n"}, {"D"}});
+  mhc::check_streams(kOp, x);
+  mhc::check_parameters(kOp, x, phi, alpha, gamma, eps);
   const int64_t batch = x.size(0), length = x.size(1), streams = x.size(2), columns = x.size(3);
-  DSA_CHECK(streams == 2 || streams == 4, kOp, ": x must have 2 or 4 streams, got ", streams);
-  DSA_CHECK(columns > 0 && columns % 128 == 0 && columns <= kMaxColumns, kOp,
-            ": x's columns must be a multiple of 128, at most ", kMaxColumns, ", got ", columns);
   const int64_t mixed = streams * streams + 2 * streams;
-  check_tensor(kOp, "phi", phi, ScalarType::Float, {{"M", mixed}, {"C", streams * columns}});
-  check_tensor(kOp, "alpha", alpha, ScalarType::Float, {{"A", 3}});
   check_tensor(kOp, "bias", bias, ScalarType::Float, {{"M", mixed}});
-  if (gamma) check_tensor(kOp, "gamma", *gamma, ScalarType::Float, {{"C", streams * columns}});
-  DSA_CHECK(eps >= 0 && eps < 1, kOp, ": eps must be from 0 to less than 1, got ", eps);
-  check_same_device(kOp, "phi", phi, "x", x);
-  check_same_device(kOp, "alpha", alpha, "x", x);
   check_same_device(kOp, "bias", bias, "x", x);
-  if (gamma) check_same_device(kOp, "gamma", *gamma, "x", x);
   hopper_device(kOp, "x", x);
   const int device_index = x.get_device_index();
   const DeviceGuard guard(device_index);

@@ -7,6 +7,7 @@
 
 #include "config.h"
 #include "sm90/cluster.cuh"
+#include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
 
 namespace dsa::topk_select {
@@ -149,8 +150,8 @@ __device__ __forceinline__ Piece load_piece(const float* columns) {
 }
 __device__ __forceinline__ Piece load_piece(const __nv_bfloat16* columns) {
   const uint2 r = *reinterpret_cast<const uint2*>(columns);
-  return {{__uint_as_float(r.x << 16), __uint_as_float(r.x & 0xffff0000u), __uint_as_float(r.y << 16),
-           __uint_as_float(r.y & 0xffff0000u)}};
+  const float2 first = sm90::unpack_bf16(r.x), second = sm90::unpack_bf16(r.y);
+  return {{first.x, first.y, second.x, second.y}};
 }
 
 // Consecutive columns of a row, that are read from a whole unit on.

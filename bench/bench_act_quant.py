@@ -1,0 +1,68 @@
+"""Times dsa::act_quant beside its peer; writes its results file and plot.
+
+Rows of bf16. TB/s count what is read and written once each. `rotating` cases are calls in a graph, each with another
+input; `copy` is PyTorch's copy of a tensor of as many bytes in all. Every case is checked bit by bit against the
+reference on the CPU before it is timed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from common import Case, drawing, grouped_bars, make_case, measure_ms, measure_rotating_ms, peer_figure, run
+
+from dsa_ext import reference
+
+OP = "act_quant"
+PEERS = {"8192x7168", "8192x2048"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One measurement."""
+
+    group: str
+    name: str
+    rows: int
+    columns: int
+    rotating: bool = False
+
+
+def specs() -> Iterator[Spec]:
+    for rows in (64, 4096, 8192):
+        for columns in (1536, 2048, 7168):
+            yield Spec(f"{rows} rows", f"{rows}x{columns}", rows, columns)
+            if rows == 8192:
+                yield Spec(f"{rows} rows", f"{rows}x{columns}_rotating", rows, columns, rotating=True)
+
+
+def measure(spec: Spec, _times: dict[str, float]) -> Case:
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(spec.rows, spec.columns, generator=generator, device="cuda").bfloat16()
+    for got, expected in zip(torch.ops.dsa.act_quant(x), reference.act_quant(x.cpu()), strict=True):
+        assert torch.equal(got.cpu().float(), expected.float())
+    moved = x.nbytes + x.numel() + x.numel() // 32
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    if spec.rotating:
+        ms = measure_rotating_ms(torch.ops.dsa.act_quant, [x.clone() for _ in range(8)])
+        peer = ("copy", measure_rotating_ms(lambda t: t.clone(), [source.clone() for _ in range(8)]))
+    else:
+        ms = measure_ms(lambda: torch.ops.dsa.act_quant(x))
+        peer = ("copy", measure_ms(lambda: target.copy_(source)))
+        if spec.name in PEERS:
+            peer = ("TileLang", peer_figure("act_quant_fp8", f"tilelang_{spec.name}", "us") / 1e3)
+    return make_case(
+        spec.name, spec.group, {"M": spec.rows, "N": spec.columns}, ms, peer=peer, tbps=round(moved / ms / 1e9, 3)
+    )
+
+
+def plot(cases: list[Case], path: Path) -> None:
+    with drawing(path, 8) as axis:
+        grouped_bars(axis, [case["name"] for case in cases], {"dsa_ext": [case["tbps"] for case in cases]})
+        axis.set(title="act_quant of bf16 rows", ylabel="TB/s")
+
+
+if __name__ == "__main__":
+    run(OP, __doc__, specs(), measure, plot)
