@@ -2,8 +2,8 @@
 
 M x N x K, operands quantised by act_quant and prepare_weight. The library is timed here, in turn with ours; where it
 wants rows in fours and there is one, it gets four. `rotating` cases are calls in a graph, each with another weight.
-`quantised` times act_quant and the product, as a multiple of the product's time. Every case is checked against float64 on dequantised operands before it is
-timed.
+`quantised` times act_quant and the product, as a multiple of the product's time. Every case is checked against float64
+on dequantised operands before it is timed.
 """
 
 from collections.abc import Callable, Iterator

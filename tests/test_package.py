@@ -241,8 +241,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "act_quant/launch": Kernels("act_quant_kernel", 2, 256, ("LDG.E.128", "F2FP.SATFINITE.E4M3", "SHFL")),
         # Of numbers of rows.
         "fp8_gemm/launch": Kernels("fp8_gemm_kernel", 4, 320, ("QGMMA", "UTMALDG", "LDGSTS", "SYNCS")),
-        # Of 2 and of 4 streams; of columns of a CTA. phi fills the registers: a few words of what is read once a tile are
-        # elsewhere.
+        # Of 2 and of 4 streams; of columns of a CTA. phi fills the registers: a few words of what is read once a tile
+        # are elsewhere.
         "mhc_pre_fwd/launch": Kernels(
             "mhc_pre_fwd_kernel", 3 + 4, 512, ("HMMA", "LDSM", "UTMALDG", "USETMAXREG", "UCGABAR_ARV"), spilled=32
         ),

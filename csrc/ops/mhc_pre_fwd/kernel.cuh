@@ -336,7 +336,7 @@ __device__ __forceinline__ float receive(float* words, int count, int lane) {
 template <class S, int kChunks>
 __device__ __forceinline__ void weigh_tiles(SharedStorage<S, kChunks>& shared, const Params& p, const Work& work,
                                             int thread) {
-  constexpr int kPieces = kChunk / 8;
+  constexpr int kPieces = kChunk / kPieceColumns;
   static_assert(kWeighThreads == kTokens * kPieces);
   const int piece = thread % kPieces, t = thread / kPieces;
   const int warp = thread / kWarpThreads, lane = thread % kWarpThreads;
@@ -351,7 +351,8 @@ __device__ __forceinline__ void weigh_tiles(SharedStorage<S, kChunks>& shared, c
     }
     const int64_t token = int64_t{work.first_token(i)} + t;
     const char* const place = reinterpret_cast<const char*>(shared.x[ring.slot]) + swizzled_offset(t, piece);
-    auto* const g_out = static_cast<__nv_bfloat16*>(p.h_in) + token * p.columns + work.first_chunk * kChunk + piece * 8;
+    auto* const g_out =
+        static_cast<__nv_bfloat16*>(p.h_in) + token * p.columns + work.first_chunk * kChunk + piece * kPieceColumns;
     for (int chunk = 0; chunk < work.chunks; ++chunk) {
       wait(&shared.full[ring.slot][chunk], ring.parity);
       float2 out[4] = {};
@@ -365,13 +366,13 @@ __device__ __forceinline__ void weigh_tiles(SharedStorage<S, kChunks>& shared, c
           out[j].x = fmaf(h_pre[stream], x.x, out[j].x), out[j].y = fmaf(h_pre[stream], x.y, out[j].y);
         }
       }
-      __syncwarp();
-      if (lane == 0) arrive(&shared.empty[ring.slot][chunk]);
       if (token < p.tokens) {
         *reinterpret_cast<Piece*>(g_out + chunk * kChunk) = {
             pack_bf16(out[0].x, out[0].y), pack_bf16(out[1].x, out[1].y), pack_bf16(out[2].x, out[2].y),
             pack_bf16(out[3].x, out[3].y)};
       }
+      __syncwarp();  // behind the stores, which wait for what has been read
+      if (lane == 0) arrive(&shared.empty[ring.slot][chunk]);
     }
     ring.advance();
   }
