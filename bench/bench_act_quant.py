@@ -59,9 +59,19 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    with drawing(path, 8) as axis:
-        grouped_bars(axis, [case["name"] for case in cases], {"dsa_ext": [case["tbps"] for case in cases]})
-        axis.set(title="act_quant of bf16 rows", ylabel="TB/s")
+    with drawing(path, 12) as axis:
+        series = {
+            "dsa_ext": [1e3 * c["ms"] for c in cases],
+            "copy, or TileLang": [1e3 * c["peer_value"] for c in cases],
+        }
+        names = [case["name"].replace("_", "\n") for case in cases]
+        names = [
+            f"{name}\n{case['peer']}" if case["peer"] != "copy" else name
+            for name, case in zip(names, cases, strict=True)
+        ]
+        grouped_bars(axis, names, series)
+        axis.set(title="act_quant of bf16 rows", ylabel="µs")
+        axis.legend(loc="upper left")
 
 
 if __name__ == "__main__":

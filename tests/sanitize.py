@@ -1,8 +1,9 @@
 """Small calls of every variant of the kernels, for compute-sanitizer. Exits with an error on a wrong result.
 
-compute-sanitizer --tool memcheck python tests/sanitize.py [NAME ...]
+compute-sanitizer --tool memcheck python tests/sanitize.py [--only NAME ..] [--without NAME ..]
 
-With names of checks (sparse_mla, mhc, ..) only those run.
+Names are those of checks, such as sparse_mla. racecheck knows barriers alone: to it the words that CTAs of mhc_pre_fwd
+send each other, and read until they have come, are races.
 """
 
 import argparse
@@ -212,17 +213,22 @@ def fp8_gemm(rows: int, width: int, columns: int) -> None:
     assert similarity_error(dsa_ext.fp8_gemm(*args), reference.fp8_gemm(*args)) <= 2 * SIMILARITY
 
 
-def mhc(batch: int, length: int, streams: int, columns: int) -> None:
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, device="cuda")
-
+def make_streams(batch: int, length: int, streams: int, columns: int) -> tuple[Tensor, ...]:
+    """x, phi, alpha, bias, gamma"""
     mixed, flat = streams * streams + 2 * streams, streams * columns
-    x, y = random(batch, length, streams, columns).bfloat16(), random(batch, length, columns).bfloat16()
-    parameters = (random(mixed, flat) / flat**0.5, random(3), random(mixed), 1 + random(flat) / 4)
-    got = torch.ops.dsa.mhc_pre_fwd(x, *parameters)
-    check_gradients(got, reference.mhc_pre_fwd(x.double(), *(t.double() for t in parameters)))
-    _, h_post, h_res, *saved = got
-    phi, alpha, _, gamma = parameters
+    sizes = ((batch, length, streams, columns), (mixed, flat), (3,), (mixed,), (flat,))
+    x, phi, alpha, bias, gamma = (torch.randn(*size, device="cuda") for size in sizes)
+    return x.bfloat16(), phi / flat**0.5, alpha, bias, 1 + gamma / 4
+
+
+def mhc_pre_fwd(batch: int, length: int, streams: int, columns: int) -> None:
+    args = make_streams(batch, length, streams, columns)
+    check_gradients(torch.ops.dsa.mhc_pre_fwd(*args), reference.mhc_pre_fwd(*(t.double() for t in args)))
+
+
+def mhc(batch: int, length: int, streams: int, columns: int) -> None:
+    x, phi, alpha, bias, gamma = make_streams(batch, length, streams, columns)
+    y, h_post, h_res, *saved = reference.mhc_pre_fwd(x, phi, alpha, bias, gamma)
     upstream = (y, torch.randn_like(h_post), torch.randn_like(h_res))
     args = (*upstream, x, phi, alpha, gamma, h_post, *saved)
     check_gradients(torch.ops.dsa.mhc_pre_bwd(*args), reference.mhc_pre_bwd(*(t.double() for t in args)))
@@ -252,15 +258,15 @@ def main() -> None:
         (gated_fusion, GATED_FUSION),
         (act_quant, ACT_QUANT),
         (fp8_gemm, FP8_GEMM),
+        (mhc_pre_fwd, MHC),
         (mhc, MHC),
     )
     by_name = {check.__name__: (check, cases) for check, cases in checks}
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"checks to run: {', '.join(by_name)} (default: all)")
-    names = parser.parse_args().names
-    if unknown := set(names) - set(by_name):
-        parser.error(f"no such check: {', '.join(sorted(unknown))}")
-    for check, cases in (by_name[name] for name in names or by_name):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=by_name, default=list(by_name), metavar="NAME")
+    parser.add_argument("--without", nargs="+", choices=by_name, default=[], metavar="NAME")
+    args = parser.parse_args()
+    for check, cases in (by_name[name] for name in args.only if name not in args.without):
         for case in cases:
             check(*case)
             print(f"{check.__name__} {case}: correct")
