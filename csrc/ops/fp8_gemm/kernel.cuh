@@ -26,7 +26,7 @@ namespace dsa::fp8_gemm {
 using namespace dsa::sm90;
 using Fp8 = cute::float_e4m3_t;
 
-inline constexpr int kTileWidth = 64;  // rows of b, at most
+inline constexpr int kTileWidth = 64;  // rows of b
 inline constexpr int kStages = 10;
 inline constexpr int kTeams = 2;  // warpgroups that compute
 inline constexpr int kComputeThreads = kTeams * kWarpgroupThreads;
@@ -39,7 +39,7 @@ struct SharedStorage {
   alignas(1024) Fp8 b[kStages][kTileWidth * kBlock];
   alignas(1024) Fp8 a[kStages][kRows * kBlock];
   alignas(16) float sums[kTeams][kRows][kPitch];
-  float a_scales[kStages][kRows], b_scales[kStages][2];  // of b, of the first and of the last row of a tile
+  float a_scales[kStages][kRows], b_scale[kStages];
   uint64_t full[kStages], empty[kStages];
 };
 
@@ -54,14 +54,12 @@ __device__ __forceinline__ void sync_compute() { asm volatile("bar.sync 1, %0;" 
 // The tiles of a cluster, and its CTA's blocks of columns.
 struct Work {
   int splits, rank;  // of a cluster: how many CTAs, and which
-  int width;         // rows of b in a tile
   int first_tile, tiles, step;
   int first_block, blocks;
 
-  __device__ __forceinline__ Work(const Params& p, int splits, int width)
-      : splits(splits), rank(blockIdx.x % splits), width(width) {
+  __device__ __forceinline__ Work(const Params& p, int splits) : splits(splits), rank(blockIdx.x % splits) {
     const int all = p.columns / kBlock;
-    first_tile = blockIdx.x / splits, tiles = (p.width - 1) / width + 1, step = gridDim.x / splits;
+    first_tile = blockIdx.x / splits, tiles = (p.width - 1) / kTileWidth + 1, step = gridDim.x / splits;
     first_block = all * rank / splits, blocks = all * (rank + 1) / splits - first_block;
   }
 };
@@ -75,8 +73,8 @@ __device__ __forceinline__ void copy_matrices(SharedStorage<kRows>& shared, cons
     for (int block = work.first_block; block < work.first_block + work.blocks; ++block) {
       wait(&shared.empty[ring.slot], ring.parity ^ 1);
       uint64_t* full = &shared.full[ring.slot];
-      arrive_and_expect(full, (work.width + kRows) * kBlock);
-      tma_load_once(shared.b[ring.slot], &b_map, {block * kBlock, 0, 0, tile * work.width, 0}, full);
+      arrive_and_expect(full, (kTileWidth + kRows) * kBlock);
+      tma_load_once(shared.b[ring.slot], &b_map, {block * kBlock, 0, 0, tile * kTileWidth, 0}, full);
       tma_load(shared.a[ring.slot], &a_map, {block * kBlock, 0, 0, 0, 0}, full);
       ring.advance();
     }
@@ -96,11 +94,10 @@ __device__ __forceinline__ void copy_scales(SharedStorage<kRows>& shared, const 
   }
   Ring<kStages> ring;
   for (int tile = work.first_tile; tile < work.tiles; tile += work.step) {
-    const int b_row = min(tile * work.width + (lane == 0 ? 0 : work.width - 1), p.width - 1);
-    const float* b_scale = p.b_scales + b_row / kBlock * p.b_scales_stride_row;
+    const float* b_scale = p.b_scales + tile * kTileWidth / kBlock * p.b_scales_stride_row;
     for (int block = work.first_block; block < work.first_block + work.blocks; ++block) {
       wait(&shared.empty[ring.slot], ring.parity ^ 1);
-      if (lane < 2) copy_float(&shared.b_scales[ring.slot][lane], b_scale + block * p.b_scales_stride_block, true);
+      if (lane == 0) copy_float(&shared.b_scale[ring.slot], b_scale + block * p.b_scales_stride_block, true);
 #pragma unroll
       for (int i = 0; i < kOfLane; ++i) {
         const int row = lane + i * kWarpThreads;
@@ -119,8 +116,8 @@ __device__ __forceinline__ void store(SharedStorage<kRows>& shared, const Params
   constexpr int kQuads = kTileWidth / 4;
   const int share = (kRows + work.splits - 1) / work.splits, first = work.rank * share;
   for (int i = threadIdx.x; i < share * kQuads; i += kComputeThreads) {
-    const int row = first + i / kQuads, width = tile * work.width + i % kQuads * 4;
-    if (row >= p.rows || i % kQuads * 4 >= work.width || width >= p.width) continue;
+    const int row = first + i / kQuads, width = tile * kTileWidth + i % kQuads * 4;
+    if (row >= p.rows || width >= p.width) continue;
     float4 sum{};
     for (int other = 0; other < work.splits; ++other) {
 #pragma unroll
@@ -157,15 +154,12 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
   Tensor r_part = partition_fragment_C(mma, Shape<_64, Int<kRows>>{});
   Tensor r_sum = make_fragment_like(r_part);
 
-  const int lane = thread % kWarpThreads, own_width = thread / kWarpThreads * 16 + lane / 4;  // and that + 8
+  const int lane = thread % kWarpThreads;
   Ring<kStages> ring;
   ring.advance(team);
   int turn = 0;  // whose the tile's first block is
   for (int tile = work.first_tile; tile < work.tiles; tile += work.step) {
     clear(r_sum);
-    // Whether a row is in the block of the tile's first one, or in the next.
-    const int in_block = tile * work.width % kBlock + own_width,
-              in_next[2] = {in_block >= kBlock, in_block + 8 >= kBlock};
     for (int i = turn == team ? 0 : 1; i < work.blocks; i += kTeams) {
       wait(&shared.full[ring.slot], ring.parity);
       warpgroup_fence_operand(r_part);
@@ -178,11 +172,12 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
       }
       warpgroup_commit_batch();
       // While the product runs: of 8 columns, a lane has two.
-      const float b_scales[2] = {shared.b_scales[ring.slot][in_next[0]], shared.b_scales[ring.slot][in_next[1]]};
-      float2 a_scales[kRows / 8];
+      const float b_scale = shared.b_scale[ring.slot];
+      float2 scales[kRows / 8];
 #pragma unroll
       for (int j = 0; j < kRows / 8; ++j) {
-        a_scales[j] = *reinterpret_cast<const float2*>(&shared.a_scales[ring.slot][8 * j + lane % 4 * 2]);
+        scales[j] = *reinterpret_cast<const float2*>(&shared.a_scales[ring.slot][8 * j + lane % 4 * 2]);
+        scales[j].x *= b_scale, scales[j].y *= b_scale;
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_part);
@@ -190,7 +185,7 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
       ring.advance(kTeams);
 #pragma unroll
       for (int j = 0; j < r_sum.size(); ++j) {
-        r_sum(j) = fmaf(r_part(j), (j % 2 ? a_scales[j / 4].y : a_scales[j / 4].x) * b_scales[j / 2 % 2], r_sum(j));
+        r_sum(j) = fmaf(r_part(j), j % 2 ? scales[j / 4].y : scales[j / 4].x, r_sum(j));
       }
     }
     turn = (turn + work.blocks) % kTeams;
@@ -198,8 +193,8 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
     sync_compute();  // the last tile's sums have been read
 #pragma unroll
     for (int j = 0; j < r_sum.size(); ++j) {
-      const int row = j / 4 * 8 + lane % 4 * 2 + j % 2;
-      shared.sums[team][row][own_width + j / 2 % 2 * 8] = r_sum(j);
+      const int row = j / 4 * 8 + lane % 4 * 2 + j % 2, width = thread / kWarpThreads * 16 + lane / 4 + j / 2 % 2 * 8;
+      shared.sums[team][row][width] = r_sum(j);
     }
     if (work.splits == 1) {
       sync_compute();
@@ -214,7 +209,7 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
 template <int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     fp8_gemm_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap a_map,
-                    const __grid_constant__ CUtensorMap b_map, int splits, int width) {
+                    const __grid_constant__ CUtensorMap b_map, int splits) {
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage<kRows>*>(shared_bytes);
   if (threadIdx.x == kComputeThreads) {
@@ -224,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  const Work work(p, splits, width);
+  const Work work(p, splits);
   if (threadIdx.x < kComputeThreads) {
     const int team = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
     compute(shared, p, work, team, threadIdx.x % kWarpgroupThreads);

@@ -9,30 +9,22 @@
 namespace dsa::fp8_gemm {
 namespace {
 
-int tiles_of(const Params& p, int width) { return (p.width - 1) / width + 1; }
-
-// Rows of b in a tile: somewhat fewer than there could be, where an SM then has fewer in all.
-int choose_width(const Params& p) {
-  const auto rows_of_sm = [&](int width) { return ((tiles_of(p, width) - 1) / p.num_sms + 1) * width; };
-  int best = kTileWidth;
-  for (int width : {56, 48}) best = rows_of_sm(width) < rows_of_sm(best) ? width : best;
-  return best;
-}
+int tiles_of(const Params& p) { return (p.width - 1) / kTileWidth + 1; }
 
 template <int kRows>
-const char* launch_rows(const Params& p, int splits, int width, cudaStream_t stream) {
+const char* launch_rows(const Params& p, int splits, cudaStream_t stream) {
   CUtensorMap a_map, b_map;
   const auto encode = [&](CUtensorMap* map, const void* data, int rows, int64_t stride, int box_rows) {
     return encode_head_tensor(map, {data, p.columns, 1, 1, rows, 1, 0, 0, stride, 0},
                               {.columns = kBlock, .heads = 1, .positions = box_rows, .element_bytes = 1});
   };
   if (!encode(&a_map, p.a, p.rows, p.a_stride, kRows)) return "no tensor map for a";
-  if (!encode(&b_map, p.b, p.width, p.b_stride, width)) return "no tensor map for b";
+  if (!encode(&b_map, p.b, p.width, p.b_stride, kTileWidth)) return "no tensor map for b";
   constexpr int kBytes = sizeof(SharedStorage<kRows>);
   static_assert(kBytes <= kMaxSharedBytes);
-  const unsigned clusters = std::min(tiles_of(p, width), p.num_sms / splits);
+  const unsigned clusters = std::min(tiles_of(p), p.num_sms / splits);
   return launch_kernel<fp8_gemm_kernel<kRows>>(p.device, Grid(clusters * splits, splits), kThreads, kBytes, stream, p,
-                                               a_map, b_map, splits, width);
+                                               a_map, b_map, splits);
 }
 
 }  // namespace
@@ -40,13 +32,11 @@ const char* launch_rows(const Params& p, int splits, int width, cudaStream_t str
 const char* launch(const Params& p, void* stream) {
   // Few tiles: clusters, as long as each CTA of theirs has a tile and a fair run of columns.
   int splits = 1;
-  while (splits < 8 && tiles_of(p, kTileWidth) * splits * 2 <= p.num_sms && p.columns / kBlock >= 8 * splits)
-    splits *= 2;
-  const int width = splits == 1 ? choose_width(p) : kTileWidth;
+  while (splits < 8 && tiles_of(p) * splits * 2 <= p.num_sms && p.columns / kBlock >= 8 * splits) splits *= 2;
   const auto s = static_cast<cudaStream_t>(stream);
-  if (p.rows <= 8) return launch_rows<8>(p, splits, width, s);
-  if (p.rows <= 16) return launch_rows<16>(p, splits, width, s);
-  return p.rows <= 32 ? launch_rows<32>(p, splits, width, s) : launch_rows<64>(p, splits, width, s);
+  if (p.rows <= 8) return launch_rows<8>(p, splits, s);
+  if (p.rows <= 16) return launch_rows<16>(p, splits, s);
+  return p.rows <= 32 ? launch_rows<32>(p, splits, s) : launch_rows<64>(p, splits, s);
 }
 
 }  // namespace dsa::fp8_gemm
