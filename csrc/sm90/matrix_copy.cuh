@@ -51,6 +51,12 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
                : "memory");
 }
 
+// The same of two matrices; lanes beyond the first 16 repeat addresses
+__device__ __forceinline__ void store_two_matrices_transposed(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
+               : "memory");
+}
+
 // cvt.rn.bf16x2: `low` goes to the lower half
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;

@@ -19,6 +19,8 @@ struct HeadTensor {
 struct HeadBox {
   int columns = 64, heads = 64, positions = 1;
   int element_bytes = 2;  // 2: bf16; 1: any
+  // What comes to L2 with a row of the box.
+  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 };
 
 // False when the driver refuses.
@@ -36,7 +38,7 @@ inline bool encode_head_tensor(CUtensorMap* map, const HeadTensor& t, const Head
   return encode(map, box.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 5,
                 const_cast<void*>(t.data), sizes, strides, box_sizes, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 box.columns * box.element_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                box.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace dsa::sm90

@@ -7,18 +7,20 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
+#include <cutlass/fast_math.h>
 
 #include <cstdint>
 
 #include "params.h"
 #include "sm90/matrix_copy.cuh"
+#include "sm90/programmatic.cuh"
 #include "sm90/warpgroup.cuh"
 
 namespace dsa::act_quant {
 
 using sm90::kWarpThreads, sm90::Piece;
 
-inline constexpr int kRows = 8, kThreads = kRows * kWarpThreads;  // a warp a row
+inline constexpr int kRows = 16, kThreads = kRows * kWarpThreads;  // a warp a row
 inline constexpr int kPieces = 4;
 inline constexpr float kSmallest = 1e-4f, kLargest = 448.f;
 
@@ -54,43 +56,56 @@ __device__ __forceinline__ uint32_t largest_of(const Piece& piece) {
   return kElements == 8 ? max(largest << 16, largest & 0xffff0000u) : largest;
 }
 
-// a / b as it is rounded, with r = 1 / b rounded (Markstein, "Computation of elementary functions on the IBM RISC
-// System/6000 processor"): a fraction of the instructions of a division. For finite a and b; the sign of a zero too.
-__device__ __forceinline__ float divide(float a, float b, float r) {
-  const float quotient = a * r;
-  return fmaf(-fmaf(quotient, b, -a), r, quotient);
-}
+// What divides by b as IEEE 754 rounds it: with r = 1 / b rounded, a r and a step of Newton (Markstein, "Computation of
+// elementary functions on the IBM RISC System/6000 processor"), a fraction of the instructions of a division and none
+// of its branches. For b between 2^-126 and 2^126, infinite or NaN.
+struct Divisor {
+  float finite, reciprocal;  // b, or a zero that takes the step away
+
+  __device__ __forceinline__ explicit Divisor(float b) : finite(isfinite(b) ? b : 0.f) {
+    float estimate;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(b));
+    reciprocal = fmaf(-fmaf(estimate, finite, -1.f), estimate, estimate);
+  }
+  __device__ __forceinline__ float divides(float a) const {
+    const float quotient = a * reciprocal;
+    return fmaf(-fmaf(quotient, finite, -a), reciprocal, quotient);
+  }
+};
 
 __device__ __forceinline__ float scale_of(uint32_t largest, bool round_scale) {
   const float bounded = __uint_as_float(max(largest, __float_as_uint(kSmallest)));
-  if (!isfinite(bounded)) return bounded;
-  const float scale = divide(bounded, kLargest, 1.f / kLargest);
-  return round_scale ? __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u) : scale;  // up
+  const float quotient = Divisor(kLargest).divides(bounded);
+  const uint32_t rounded_up = (__float_as_uint(quotient) + 0x7fffffu) & 0x7f800000u;
+  return !isfinite(bounded) ? bounded : round_scale ? __uint_as_float(rounded_up) : quotient;
 }
 
 template <class Input>
-__global__ void __launch_bounds__(kThreads) act_quant_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads)
+    act_quant_kernel(const __grid_constant__ Params p, const __grid_constant__ cutlass::FastDivmod tiles_of_row) {
   using Cta = Shape<Input>;
   constexpr int kElements = Cta::kElements, kLanes = Cta::kLanes;
   __shared__ float scales[Cta::kBlocks][kRows];
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
-  const auto tiles = static_cast<unsigned>((p.columns - 1) / Cta::kColumns + 1);  // of a row
-  const int64_t first_row = int64_t{blockIdx.x / tiles} * kRows,
-                first_column = int64_t{blockIdx.x % tiles} * Cta::kColumns;
-  const int64_t row = first_row + warp;
-  const auto column = [&](int i) { return first_column + (i * kWarpThreads + lane) * kElements; };
-  const auto exists = [&](int i) { return row < p.rows && column(i) < p.columns; };
+  int row_tile, column_tile;
+  tiles_of_row(row_tile, column_tile, static_cast<int>(blockIdx.x));
+  const int64_t first_row = int64_t{row_tile} * kRows, row = first_row + warp,
+                first_column = int64_t{column_tile} * Cta::kColumns;
+  const int width = row < p.rows ? static_cast<int>(min(p.columns - first_column, int64_t{Cta::kColumns})) : 0;
+  const auto column = [&](int i) { return (i * kWarpThreads + lane) * kElements; };
 
-  const auto* g_row = static_cast<const Input*>(p.x) + row * p.row_stride;
+  const auto* g_x = static_cast<const Input*>(p.x) + row * p.row_stride + first_column;
+  sm90::let_next_kernel_start();
+  sm90::wait_for_kernel_before();
   Piece pieces[kPieces];
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    pieces[i] = exists(i) ? *reinterpret_cast<const Piece*>(g_row + column(i)) : Piece{};
+    pieces[i] = column(i) < width ? *reinterpret_cast<const Piece*>(g_x + column(i)) : Piece{};
   }
+  __syncwarp();  // or the compiler would put loads off until the piece before them has been used, to save registers
+  auto* g_y = static_cast<char*>(p.y) + row * p.columns + first_column;
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    float values[kElements];
-    to_floats(pieces[i], values);
     uint32_t largest = largest_of<kElements>(pieces[i]);
 #pragma unroll
     for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
@@ -98,31 +113,27 @@ __global__ void __launch_bounds__(kThreads) act_quant_kernel(const __grid_consta
     }
     const float scale = scale_of(largest, p.round_scale);
     if (lane % kLanes == 0) scales[i * (kWarpThreads / kLanes) + lane / kLanes][warp] = scale;
-    if (!exists(i)) continue;
-    if (isfinite(scale)) {
-      const float reciprocal = __frcp_rn(scale);
-#pragma unroll
-      for (float& value : values) value = divide(value, scale, reciprocal);
-    } else {  // what is finite is zero, and the rest is NaN
-#pragma unroll
-      for (float& value : values) value = __fdiv_rn(value, scale);
-    }
-    __nv_fp8x2_storage_t pairs[kElements / 2];
+    const Divisor divisor(scale);
+    float values[kElements];
+    to_floats(pieces[i], values);
+    alignas(8) __nv_fp8x2_storage_t pairs[kElements / 2];
 #pragma unroll
     for (int j = 0; j < kElements; j += 2) {
-      pairs[j / 2] = __nv_cvt_float2_to_fp8x2({values[j], values[j + 1]}, __NV_SATFINITE, __NV_E4M3);
+      const float2 pair{divisor.divides(values[j]), divisor.divides(values[j + 1])};
+      pairs[j / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
     }
-    char* g_y = static_cast<char*>(p.y) + row * p.columns + column(i);
+    if (column(i) >= width) continue;
     if constexpr (kElements == 8) {
-      *reinterpret_cast<uint2*>(g_y) = *reinterpret_cast<const uint2*>(pairs);
+      *reinterpret_cast<uint2*>(g_y + column(i)) = *reinterpret_cast<const uint2*>(pairs);
     } else {
-      *reinterpret_cast<uint32_t*>(g_y) = *reinterpret_cast<const uint32_t*>(pairs);
+      *reinterpret_cast<uint32_t*>(g_y + column(i)) = *reinterpret_cast<const uint32_t*>(pairs);
     }
   }
   __syncthreads();
-  const int64_t block = first_column / kBlock + threadIdx.x / kRows, scaled_row = first_row + threadIdx.x % kRows;
-  if (threadIdx.x < Cta::kBlocks * kRows && block < p.columns / kBlock && scaled_row < p.rows) {
-    p.scales[block * p.rows + scaled_row] = scales[threadIdx.x / kRows][threadIdx.x % kRows];
+  const int block = threadIdx.x / kRows;
+  const int64_t scaled_row = first_row + threadIdx.x % kRows;
+  if (block < Cta::kBlocks && first_column + block * kBlock < p.columns && scaled_row < p.rows) {
+    p.scales[(first_column / kBlock + block) * p.rows + scaled_row] = scales[block][threadIdx.x % kRows];
   }
 }
 

@@ -2,9 +2,9 @@
 // so that its rows meet 8 to 64 rows of a as columns.
 //
 // One warp copies the matrices and one their scales, and two warpgroups take blocks of 128 columns in turn, each with
-// sums of its own: one multiplies while the other scales and adds what it has. Where b has few rows, a cluster shares
-// the columns. All parts of a tile's sums go to shared memory, and are added up, there or through distributed shared
-// memory, in a fixed order. docs/fp8.md has the maths.
+// sums of its own: one multiplies while the other scales and adds what it has. In the end the second hands its sums to
+// the first through shared memory. Where b has few rows, a cluster shares the columns, and adds up its CTAs' sums
+// through distributed shared memory. All sums are in a fixed order. docs/fp8.md has the maths.
 #pragma once
 
 #include <cuda.h>
@@ -18,6 +18,7 @@
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/mma.cuh"
+#include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 
@@ -26,41 +27,45 @@ namespace dsa::fp8_gemm {
 using namespace dsa::sm90;
 using Fp8 = cute::float_e4m3_t;
 
-inline constexpr int kTileWidth = 64;  // rows of b
+inline constexpr int kTileWidth = 64;  // rows of b in a tile, at most
 inline constexpr int kStages = 10;
 inline constexpr int kTeams = 2;  // warpgroups that compute
 inline constexpr int kComputeThreads = kTeams * kWarpgroupThreads;
 inline constexpr int kThreads = kComputeThreads + 2 * kWarpThreads;
-inline constexpr int kPitch = kTileWidth + 4;  // floats of a row of sums, so that lanes' rows do not share banks
+inline constexpr int kGroup = 8;  // rows of a, with which a lane has four products: of two of them with two rows of b
 static_assert(kStages % kTeams == 0);
+
+// How the work is cut.
+struct Cut {
+  int width, tiles;  // rows of b in a tile, a multiple of 8
+  int splits;        // CTAs of a cluster, which share the columns; a power of two
+  int clusters;      // which take tiles in turn
+};
 
 template <int kRows>
 struct SharedStorage {
   alignas(1024) Fp8 b[kStages][kTileWidth * kBlock];
   alignas(1024) Fp8 a[kStages][kRows * kBlock];
-  alignas(16) float sums[kTeams][kRows][kPitch];
-  float a_scales[kStages][kRows], b_scale[kStages];
+  float4 sums[kRows / kGroup][kWarpgroupThreads];        // a lane's of each group
+  float a_scales[kStages][kRows], b_scales[kStages][2];  // of b, of the first and of the last row of a tile
   uint64_t full[kStages], empty[kStages];
 };
 
-// cp.async of 4 bytes; writes a zero and reads nothing where `exists` is false
-__device__ __forceinline__ void copy_float(float* shared, const float* g, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(g), "r"(exists ? 4 : 0)
-               : "memory");
+// cp.async of 4 bytes
+__device__ __forceinline__ void copy_float(float* shared, const float* g) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(g) : "memory");
 }
 
 __device__ __forceinline__ void sync_compute() { asm volatile("bar.sync 1, %0;" ::"n"(kComputeThreads) : "memory"); }
 
-// The tiles of a cluster, and its CTA's blocks of columns.
-struct Work {
-  int splits, rank;  // of a cluster: how many CTAs, and which
-  int first_tile, tiles, step;
-  int first_block, blocks;
+// The CTA's blocks of columns, of all tiles of its cluster.
+struct Work : Cut {
+  int rank, first_tile, first_block, blocks;
 
-  __device__ __forceinline__ Work(const Params& p, int splits) : splits(splits), rank(blockIdx.x % splits) {
-    const int all = p.columns / kBlock;
-    first_tile = blockIdx.x / splits, tiles = (p.width - 1) / kTileWidth + 1, step = gridDim.x / splits;
-    first_block = all * rank / splits, blocks = all * (rank + 1) / splits - first_block;
+  __device__ __forceinline__ Work(const Params& p, const Cut& cut)
+      : Cut(cut), rank(cluster_rank()), first_tile(cluster_index()) {
+    const auto blocks_before = [&](int rank) { return p.columns / kBlock * rank >> (__ffs(splits) - 1); };
+    first_block = blocks_before(rank), blocks = blocks_before(rank + 1) - first_block;
   }
 };
 
@@ -69,12 +74,13 @@ template <int kRows>
 __device__ __forceinline__ void copy_matrices(SharedStorage<kRows>& shared, const CUtensorMap& a_map,
                                               const CUtensorMap& b_map, const Work& work) {
   Ring<kStages> ring;
-  for (int tile = work.first_tile; tile < work.tiles; tile += work.step) {
+  for (int tile = work.first_tile; tile < work.tiles; tile += work.clusters) {
+#pragma unroll 1
     for (int block = work.first_block; block < work.first_block + work.blocks; ++block) {
       wait(&shared.empty[ring.slot], ring.parity ^ 1);
       uint64_t* full = &shared.full[ring.slot];
-      arrive_and_expect(full, (kTileWidth + kRows) * kBlock);
-      tma_load_once(shared.b[ring.slot], &b_map, {block * kBlock, 0, 0, tile * kTileWidth, 0}, full);
+      arrive_and_expect(full, (work.width + kRows) * kBlock);
+      tma_load_once(shared.b[ring.slot], &b_map, {block * kBlock, 0, 0, tile * work.width, 0}, full);
       tma_load(shared.a[ring.slot], &a_map, {block * kBlock, 0, 0, 0, 0}, full);
       ring.advance();
     }
@@ -83,65 +89,65 @@ __device__ __forceinline__ void copy_matrices(SharedStorage<kRows>& shared, cons
 
 template <int kRows>
 __device__ __forceinline__ void copy_scales(SharedStorage<kRows>& shared, const Params& p, const Work& work, int lane) {
-  constexpr int kOfLane = (kRows + kWarpThreads - 1) / kWarpThreads;
-  const float* a_scales[kOfLane];
-  bool exists[kOfLane];
-#pragma unroll
-  for (int i = 0; i < kOfLane; ++i) {
-    const int row = lane + i * kWarpThreads;
-    exists[i] = row < p.rows;
-    a_scales[i] = p.a_scales + (exists[i] ? row : 0) * p.a_scales_stride_row;
-  }
   Ring<kStages> ring;
-  for (int tile = work.first_tile; tile < work.tiles; tile += work.step) {
-    const float* b_scale = p.b_scales + tile * kTileWidth / kBlock * p.b_scales_stride_row;
-    for (int block = work.first_block; block < work.first_block + work.blocks; ++block) {
+  for (int tile = work.first_tile; tile < work.tiles; tile += work.clusters) {
+    const int b_row = min(tile * work.width + (lane == 0 ? 0 : work.width - 1), p.width - 1);
+    const float* b_scale =
+        p.b_scales + b_row / kBlock * p.b_scales_stride_row + work.first_block * p.b_scales_stride_block;
+    const float* a_scale = p.a_scales + lane * p.a_scales_stride_row + work.first_block * p.a_scales_stride_block;
+#pragma unroll 1
+    for (int i = 0; i < work.blocks; ++i) {
       wait(&shared.empty[ring.slot], ring.parity ^ 1);
-      if (lane == 0) copy_float(&shared.b_scale[ring.slot], b_scale + block * p.b_scales_stride_block, true);
+      if (lane < 2) copy_float(&shared.b_scales[ring.slot][lane], b_scale);
 #pragma unroll
-      for (int i = 0; i < kOfLane; ++i) {
-        const int row = lane + i * kWarpThreads;
-        if (row >= kRows) continue;
-        copy_float(&shared.a_scales[ring.slot][row], a_scales[i] + block * p.a_scales_stride_block, exists[i]);
+      for (int first = 0; first < kRows; first += kWarpThreads) {
+        if (first + lane >= p.rows) continue;
+        copy_float(&shared.a_scales[ring.slot][first + lane], a_scale + first * p.a_scales_stride_row);
       }
       arrive_after_copies(&shared.full[ring.slot]);
       ring.advance();
+      b_scale += p.b_scales_stride_block, a_scale += p.a_scales_stride_block;
     }
   }
 }
 
-// Adds up what all teams of all CTAs have of this CTA's share of the rows, and stores it.
-template <int kRows>
-__device__ __forceinline__ void store(SharedStorage<kRows>& shared, const Params& p, const Work& work, int tile) {
-  constexpr int kQuads = kTileWidth / 4;
-  const int share = (kRows + work.splits - 1) / work.splits, first = work.rank * share;
-  for (int i = threadIdx.x; i < share * kQuads; i += kComputeThreads) {
-    const int row = first + i / kQuads, width = tile * kTileWidth + i % kQuads * 4;
-    if (row >= p.rows || width >= p.width) continue;
-    float4 sum{};
-    for (int other = 0; other < work.splits; ++other) {
+__device__ __forceinline__ void add(float4& sum, const float4& part) {
+  sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+}
+
+// A warp's products of a group with its 16 rows of b, transposed in shared memory, become rows of the output.
+struct Transposed {
+  uint2* place;  // the warp's, for 8 rows of 16 bf16
+  int lane;
+
+  __device__ __forceinline__ void put(const float4& sums) const {
+    const uint32_t address = shared_address(place) + lane % 8 * 32 + lane / 8 % 2 * 16;
+    store_two_matrices_transposed(address, pack_bf16(sums.x, sums.y), pack_bf16(sums.z, sums.w));
+  }
+  // A lane has four columns of `row`.
+  __device__ __forceinline__ void store(const Params& p, const Work& work, int tile, int first_row, int warp) const {
+    const int row = first_row + lane / 4, in_tile = warp * 16 + lane % 4 * 4, column = tile * work.width + in_tile;
+    const int columns = min(work.width - in_tile, p.width - column);
+    if (row >= p.rows || columns <= 0) return;
+    const uint2 four = place[lane];
+    auto* g_out = reinterpret_cast<__nv_bfloat16*>(p.out) + int64_t{row} * p.width + column;
+    if (p.width % 4 == 0) {
+      *reinterpret_cast<uint2*>(g_out) = four;
+    } else {
+      const auto* values = reinterpret_cast<const __nv_bfloat16*>(&four);
 #pragma unroll
-      for (int team = 0; team < kTeams; ++team) {
-        const float* place = &shared.sums[team][row][i % kQuads * 4];
-        const float4 part = work.splits == 1 ? *reinterpret_cast<const float4*>(place) : read_remote(place, other);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      for (int i = 0; i < 4; ++i) {
+        if (i < columns) g_out[i] = values[i];
       }
     }
-    const uint2 quad{pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)};
-    auto* g_out = reinterpret_cast<__nv_bfloat16*>(p.out) + int64_t{row} * p.width + width;
-    if (p.width % 4 == 0) {
-      *reinterpret_cast<uint2*>(g_out) = quad;
-    } else {
-      const auto* values = reinterpret_cast<const __nv_bfloat16*>(&quad);
-      for (int j = 0; j < min(4, p.width - width); ++j) g_out[j] = values[j];
-    }
   }
-}
+};
 
 template <int kRows>
 __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Params& p, const Work& work, int team,
                                         int thread) {
   using namespace cute;
+  constexpr int kGroups = kRows / kGroup;
   using Atom = GMMA::Layout_K_SW128_Atom<Fp8>;
   using Mma = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Fp8, Fp8, float, Shape<_64, Int<kRows>, _32>, GMMA::Major::K, GMMA::Major::K>()));
@@ -154,12 +160,16 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
   Tensor r_part = partition_fragment_C(mma, Shape<_64, Int<kRows>>{});
   Tensor r_sum = make_fragment_like(r_part);
 
-  const int lane = thread % kWarpThreads;
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const int own_width = warp * 16 + lane / 4;  // a lane's row of b, and that + 8
   Ring<kStages> ring;
   ring.advance(team);
   int turn = 0;  // whose the tile's first block is
-  for (int tile = work.first_tile; tile < work.tiles; tile += work.step) {
+  for (int tile = work.first_tile; tile < work.tiles; tile += work.clusters) {
     clear(r_sum);
+    // Whether a row is in the block of the tile's first one, or in the next.
+    const int in_block = tile * work.width % kBlock + own_width,
+              in_next[2] = {in_block >= kBlock, in_block + 8 >= kBlock};
     for (int i = turn == team ? 0 : 1; i < work.blocks; i += kTeams) {
       wait(&shared.full[ring.slot], ring.parity);
       warpgroup_fence_operand(r_part);
@@ -171,13 +181,12 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-      // While the product runs: of 8 columns, a lane has two.
-      const float b_scale = shared.b_scale[ring.slot];
-      float2 scales[kRows / 8];
+      // While the product runs.
+      const float b_scales[2] = {shared.b_scales[ring.slot][in_next[0]], shared.b_scales[ring.slot][in_next[1]]};
+      float2 a_scales[kGroups];
 #pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
-        scales[j] = *reinterpret_cast<const float2*>(&shared.a_scales[ring.slot][8 * j + lane % 4 * 2]);
-        scales[j].x *= b_scale, scales[j].y *= b_scale;
+      for (int group = 0; group < kGroups; ++group) {
+        a_scales[group] = *reinterpret_cast<const float2*>(&shared.a_scales[ring.slot][8 * group + lane % 4 * 2]);
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_part);
@@ -185,31 +194,63 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
       ring.advance(kTeams);
 #pragma unroll
       for (int j = 0; j < r_sum.size(); ++j) {
-        r_sum(j) = fmaf(r_part(j), j % 2 ? scales[j / 4].y : scales[j / 4].x, r_sum(j));
+        r_sum(j) = fmaf(r_part(j), (j % 2 ? a_scales[j / 4].y : a_scales[j / 4].x) * b_scales[j / 2 % 2], r_sum(j));
       }
     }
     turn = (turn + work.blocks) % kTeams;
 
+    const auto sums = [&](int group) {
+      return make_float4(r_sum(4 * group), r_sum(4 * group + 1), r_sum(4 * group + 2), r_sum(4 * group + 3));
+    };
+    const auto transposed = [&](int group) {
+      return Transposed{reinterpret_cast<uint2*>(&shared.sums[group][warp * kWarpThreads]), lane};
+    };
     sync_compute();  // the last tile's sums have been read
+    if (team == 1) {
 #pragma unroll
-    for (int j = 0; j < r_sum.size(); ++j) {
-      const int row = j / 4 * 8 + lane % 4 * 2 + j % 2, width = thread / kWarpThreads * 16 + lane / 4 + j / 2 % 2 * 8;
-      shared.sums[team][row][width] = r_sum(j);
+      for (int group = 0; group < kGroups; ++group) shared.sums[group][thread] = sums(group);
     }
-    if (work.splits == 1) {
-      sync_compute();
-    } else {  // which has one tile
-      cute::cluster_arrive();
-      cute::cluster_wait();
+    sync_compute();
+    if (team == 0) {
+      float4 all[kGroups];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group)
+        all[group] = sums(group), add(all[group], shared.sums[group][thread]);
+      __syncwarp();
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        if (work.splits == 1) {
+          transposed(group).put(all[group]);
+        } else {
+          shared.sums[group][thread] = all[group];
+        }
+      }
+      __syncwarp();
+      if (work.splits == 1) {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) transposed(group).store(p, work, tile, group * kGroup, warp);
+      }
     }
-    store(shared, p, work, tile);
+    if (work.splits > 1) {  // and one tile: each CTA adds up some groups of all
+      cluster_arrive();
+      cluster_wait();
+      if (team == 1) continue;
+      for (int group = work.rank; group < kGroups; group += work.splits) {
+        float4 sum{};
+        for (int other = 0; other < work.splits; ++other) add(sum, read_remote(&shared.sums[group][thread].x, other));
+        __syncwarp();  // nobody else reads this CTA's
+        transposed(group).put(sum);
+        __syncwarp();
+        transposed(group).store(p, work, tile, group * kGroup, warp);
+      }
+    }
   }
 }
 
 template <int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     fp8_gemm_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap a_map,
-                    const __grid_constant__ CUtensorMap b_map, int splits) {
+                    const __grid_constant__ CUtensorMap b_map, const __grid_constant__ Cut cut) {
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage<kRows>*>(shared_bytes);
   if (threadIdx.x == kComputeThreads) {
@@ -218,8 +259,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (uint64_t& barrier : shared.empty) barrier_init(&barrier, kWarpgroupThreads);
     fence_barrier_init();
   }
+  let_next_kernel_start();
   __syncthreads();
-  const Work work(p, splits);
+  wait_for_kernel_before();
+  const Work work(p, cut);
   if (threadIdx.x < kComputeThreads) {
     const int team = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
     compute(shared, p, work, team, threadIdx.x % kWarpgroupThreads);
@@ -228,12 +271,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread == 0) copy_matrices(shared, a_map, b_map, work);
     if (thread >= kWarpThreads) copy_scales(shared, p, work, thread - kWarpThreads);
     __syncwarp();
-    if (splits > 1) {
+    if (cut.splits > 1) {
       cute::cluster_arrive();
       cute::cluster_wait();
     }
   }
-  if (splits > 1) {  // nobody's sums are read any more
+  if (cut.splits > 1) {  // nobody's sums are read any more
     cute::cluster_arrive();
     cute::cluster_wait();
   }

@@ -1,4 +1,4 @@
-// Chooses the instance and the split of the reduction, and launches.
+// Cuts the work, chooses the instance and launches.
 #include <algorithm>
 
 #include "kernel.cuh"
@@ -9,34 +9,63 @@
 namespace dsa::fp8_gemm {
 namespace {
 
-int tiles_of(const Params& p) { return (p.width - 1) / kTileWidth + 1; }
+constexpr int kMaxSplits = 8, kMinBlocks = 4;  // of columns, of a CTA of a cluster
+constexpr int kTileCost = 16;                  // beside its rows of b, in such rows
+
+int parts_of(int size, int part) { return (size - 1) / part + 1; }
+
+// The cut whose longest CTA has the least to do.
+template <int kRows>
+const char* cut_work(const Params& p, Cut* best) {
+  const int blocks = p.columns / kBlock;
+  int least = INT32_MAX;
+  for (int splits = 1; splits == 1 || (splits <= kMaxSplits && blocks >= kMinBlocks * splits); splits *= 2) {
+    int clusters = p.num_sms;
+    if (splits > 1) {
+      const char* error =
+          count_clusters<fp8_gemm_kernel<kRows>>(p.device, splits, kThreads, sizeof(SharedStorage<kRows>), &clusters);
+      if (error != nullptr) return error;
+    }
+    clusters = std::min(clusters, p.num_sms / splits);
+    for (int width : {64, 56, 48}) {
+      const int tiles = parts_of(p.width, width), rounds = parts_of(tiles, clusters);
+      const int cost = rounds * (width + kTileCost) * kMaxSplits / splits;
+      if ((splits > 1 && rounds > 1) || cost >= least) continue;
+      least = cost, *best = {width, tiles, splits, std::min(tiles, clusters)};
+    }
+  }
+  return nullptr;
+}
 
 template <int kRows>
-const char* launch_rows(const Params& p, int splits, cudaStream_t stream) {
+const char* launch_rows(const Params& p, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(SharedStorage<kRows>);
+  static_assert(kBytes <= kMaxSharedBytes);
+  Cut cut;
+  const char* error = cut_work<kRows>(p, &cut);
+  if (error != nullptr) return error;
   CUtensorMap a_map, b_map;
   const auto encode = [&](CUtensorMap* map, const void* data, int rows, int64_t stride, int box_rows) {
     return encode_head_tensor(map, {data, p.columns, 1, 1, rows, 1, 0, 0, stride, 0},
-                              {.columns = kBlock, .heads = 1, .positions = box_rows, .element_bytes = 1});
+                              {.columns = kBlock,
+                               .heads = 1,
+                               .positions = box_rows,
+                               .element_bytes = 1,
+                               .promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B});
   };
   if (!encode(&a_map, p.a, p.rows, p.a_stride, kRows)) return "no tensor map for a";
-  if (!encode(&b_map, p.b, p.width, p.b_stride, kTileWidth)) return "no tensor map for b";
-  constexpr int kBytes = sizeof(SharedStorage<kRows>);
-  static_assert(kBytes <= kMaxSharedBytes);
-  const unsigned clusters = std::min(tiles_of(p), p.num_sms / splits);
-  return launch_kernel<fp8_gemm_kernel<kRows>>(p.device, Grid(clusters * splits, splits), kThreads, kBytes, stream, p,
-                                               a_map, b_map, splits);
+  if (!encode(&b_map, p.b, p.width, p.b_stride, cut.width)) return "no tensor map for b";
+  const Grid grid(unsigned(cut.clusters * cut.splits), unsigned(cut.splits), /*starts_early=*/true);
+  return launch_kernel<fp8_gemm_kernel<kRows>>(p.device, grid, kThreads, kBytes, stream, p, a_map, b_map, cut);
 }
 
 }  // namespace
 
 const char* launch(const Params& p, void* stream) {
-  // Few tiles: clusters, as long as each CTA of theirs has a tile and a fair run of columns.
-  int splits = 1;
-  while (splits < 8 && tiles_of(p) * splits * 2 <= p.num_sms && p.columns / kBlock >= 8 * splits) splits *= 2;
   const auto s = static_cast<cudaStream_t>(stream);
-  if (p.rows <= 8) return launch_rows<8>(p, splits, s);
-  if (p.rows <= 16) return launch_rows<16>(p, splits, s);
-  return p.rows <= 32 ? launch_rows<32>(p, splits, s) : launch_rows<64>(p, splits, s);
+  if (p.rows <= 8) return launch_rows<8>(p, s);
+  if (p.rows <= 16) return launch_rows<16>(p, s);
+  return p.rows <= 32 ? launch_rows<32>(p, s) : launch_rows<64>(p, s);
 }
 
 }  // namespace dsa::fp8_gemm
