@@ -1,8 +1,8 @@
 """Times dsa::act_quant beside its peer; writes its results file and plot.
 
 Rows of bf16. TB/s count what is read and written once each. `rotating` cases are calls in a graph, each with another
-input; `copy` is PyTorch's copy of a tensor of as many bytes in all. Every case is checked bit by bit against the
-reference on the CPU before it is timed.
+input. Each time is compared with that of `copy`, PyTorch's copy of a tensor of as many bytes in all. Every case is
+checked bit by bit against the reference on the CPU before it is timed.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Case, drawing, grouped_bars, make_case, measure_ms, measure_rotating_ms, peer_figure, run
+from common import (
+    Case,
+    drawing,
+    grouped_bars,
+    make_case,
+    measure_ms,
+    measure_rotating_ms,
+    peer_figure,
+    run,
+    time_versus,
+)
 
 from dsa_ext import reference
 
@@ -47,29 +57,25 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     target = torch.empty_like(source)
     if spec.rotating:
         ms = measure_rotating_ms(torch.ops.dsa.act_quant, [x.clone() for _ in range(8)])
-        peer = ("copy", measure_rotating_ms(lambda t: t.clone(), [source.clone() for _ in range(8)]))
+        copy_ms = measure_rotating_ms(lambda t: t.clone(), [source.clone() for _ in range(8)])
     else:
         ms = measure_ms(lambda: torch.ops.dsa.act_quant(x))
-        peer = ("copy", measure_ms(lambda: target.copy_(source)))
-        if spec.name in PEERS:
-            peer = ("TileLang", peer_figure("act_quant_fp8", f"tilelang_{spec.name}", "us") / 1e3)
-    return make_case(
-        spec.name, spec.group, {"M": spec.rows, "N": spec.columns}, ms, peer=peer, tbps=round(moved / ms / 1e9, 3)
-    )
+        copy_ms = measure_ms(lambda: target.copy_(source))
+    peer = None
+    if spec.name in PEERS:
+        peer = ("TileLang", peer_figure("act_quant_fp8", f"tilelang_{spec.name}", "us") / 1e3)
+    shape = {"M": spec.rows, "N": spec.columns}
+    versus = time_versus(ms, "copy", {"copy": copy_ms})
+    return make_case(spec.name, spec.group, shape, ms, peer=peer, tbps=round(moved / ms / 1e9, 3), **versus)
 
 
 def plot(cases: list[Case], path: Path) -> None:
     with drawing(path, 12) as axis:
         series = {
             "dsa_ext": [1e3 * c["ms"] for c in cases],
-            "copy, or TileLang": [1e3 * c["peer_value"] for c in cases],
+            "copy of as many bytes": [1e3 * c["ms"] / c["time_vs"]["copy"] for c in cases],
         }
-        names = [case["name"].replace("_", "\n") for case in cases]
-        names = [
-            f"{name}\n{case['peer']}" if case["peer"] != "copy" else name
-            for name, case in zip(names, cases, strict=True)
-        ]
-        grouped_bars(axis, names, series)
+        grouped_bars(axis, [case["name"].replace("_", "\n") for case in cases], series)
         axis.set(title="act_quant of bf16 rows", ylabel="µs")
         axis.legend(loc="upper left")
 

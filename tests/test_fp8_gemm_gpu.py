@@ -37,7 +37,8 @@ def check(args: tuple[Tensor, ...]) -> Tensor:
 
 @pytest.mark.parametrize("round_scale", [False, True])
 @pytest.mark.parametrize(
-    ("width", "columns"), [(1, 128), (64, 256), (200, 384), (2112, 7168), (4096, 1536), (7168, 2048)]
+    ("width", "columns"),
+    [(1, 128), (64, 256), (200, 384), (201, 640), (576, 4096), (2112, 7168), (4096, 1536), (5120, 640), (7168, 2048)],
 )
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 31, 32, 50, 64, 65, 100, 257])
 def test_values(rows: int, width: int, columns: int, round_scale: bool) -> None:
@@ -46,6 +47,47 @@ def test_values(rows: int, width: int, columns: int, round_scale: bool) -> None:
 
 def test_large() -> None:
     check(make(4096, 2112, 7168))
+
+
+@pytest.mark.parametrize("rows", [3, 64])
+def test_several_tiles_for_each_sm(rows: int) -> None:
+    for width in (9001, 20000):
+        check(make(rows, width, 384))
+
+
+def test_weight_of_more_than_2_to_the_31_elements() -> None:
+    a, a_s, b, b_s = make(64, 1280, 16384)
+    many = b.view(torch.uint8).repeat(110, 1).view(b.dtype)
+    out = dsa_ext.fp8_gemm(a, a_s, many, b_s.repeat(110, 1))
+    assert many.numel() > 2**31
+    assert similarity_error(out[:, -1280:], check((a, a_s, b, b_s))) <= 5e-6
+
+
+def test_a_chain_of_kernels_that_start_early() -> None:
+    """Each needs what the one before has written, and writes where an earlier one has read."""
+    weights = [dsa_ext.prepare_weight((random(1024, 1024, seed=i) / 18).bfloat16()) for i in range(4)]
+
+    def run(x: Tensor, wait: bool) -> Tensor:
+        for i in range(40):
+            quantised = dsa_ext.act_quant(x)
+            if wait:
+                torch.cuda.synchronize()
+            x = dsa_ext.fp8_gemm(*quantised, *weights[i % 4])
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    x = random(64, 1024).bfloat16()
+    expected = run(x, wait=True)
+    assert expected.isfinite().all()
+    assert expected.any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(x, wait=False)
+    for _ in range(10):
+        graph.replay()
+        assert torch.equal(run(x, wait=False), expected)
+        assert torch.equal(captured, expected)
 
 
 def test_layouts() -> None:

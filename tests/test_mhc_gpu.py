@@ -149,6 +149,33 @@ def test_nan_stays_in_its_token() -> None:
             assert a[:, 7].isnan().any(), name
 
 
+def test_nan_stays_in_its_token_behind_the_layer() -> None:
+    others = torch.arange(40, device="cuda") != 7
+    for name, at in (("x", (2, 5)), ("y", (5,)), ("h_post", (1,)), ("h_res", (0, 3))):
+        args = make_post((1, 40), 4, 1280)
+        dout = torch.randn(args["x"].shape, device="cuda").bfloat16()
+        results = []
+        for value in (float(args[name][(0, 7, *at)]), torch.nan):
+            args[name][(0, 7, *at)] = value
+            results.append([torch.ops.dsa.mhc_post(**args), *torch.ops.dsa.mhc_post_bwd(dout, **args)])
+        for expected, got in zip(*results, strict=True):
+            assert torch.equal(got[:, others], expected[:, others])
+        assert results[1][0][:, 7].isnan().any()
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    """Weights of one token are far from usual; those of its neighbours are made in the same warp."""
+    args = make_post((1, 40), 4, 256)
+    dout = torch.randn(args["x"].shape, device="cuda").bfloat16()
+    expected = [torch.ops.dsa.mhc_post(**args), *torch.ops.dsa.mhc_post_bwd(dout, **args)]
+    args["h_res"][0, 7] *= 300
+    got = [torch.ops.dsa.mhc_post(**args), *torch.ops.dsa.mhc_post_bwd(dout, **args)]
+    others = torch.arange(40, device="cuda") != 7
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a[:, others], b[:, others])
+    assert not torch.equal(got[0][:, 7], expected[0][:, 7])
+
+
 def test_layouts() -> None:
     args = make_pre((3, 20), 4, 256)
     expected = torch.ops.dsa.mhc_pre_fwd(**args)
@@ -166,6 +193,28 @@ def test_layouts() -> None:
         strict=True,
     ):
         assert torch.equal(a, b)
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    """The last tokens are as they are alone."""
+    few, many = 5, 80_000
+    pre = make_pre((1, few), 4, 7168)
+    post = make_post((1, few), 4, 7168)
+
+    def behind_others(value: Tensor) -> Tensor:
+        return torch.cat([value[:, :1].expand(-1, many - few, *value.shape[2:]), value], 1)
+
+    def run(x: Tensor, y: Tensor, h_post: Tensor, h_res: Tensor) -> list[Tensor]:
+        h_in, *gates = torch.ops.dsa.mhc_pre_fwd(**(pre | {"x": x}))
+        kept = (x, pre["phi"], pre["alpha"], pre["gamma"], gates[0], *gates[2:])
+        dx, *_ = torch.ops.dsa.mhc_pre_bwd(h_in, h_post, h_res, *kept)
+        out = torch.ops.dsa.mhc_post(x, y, h_post, h_res)
+        return [h_in, *gates, dx, out, *torch.ops.dsa.mhc_post_bwd(x, x, y, h_post, h_res)]
+
+    args = (pre["x"], post["y"], post["h_post"], post["h_res"])
+    assert many * 4 * 7168 > 2**31
+    for a, b in zip(run(*map(behind_others, args)), run(*args), strict=True):
+        close("last tokens", a[:, -few:], b.double())
 
 
 @pytest.mark.parametrize("tokens", [(0, 3), (2, 0)], ids=str)

@@ -238,9 +238,9 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             "(query|key)_gradients_kernel", 2 * 2, 384, ("HGMMA", *scoring), ("transpose_kernel",)
         ),
         # Of dtypes.
-        "act_quant/launch": Kernels("act_quant_kernel", 2, 256, ("LDG.E.128", "F2FP.SATFINITE.E4M3", "SHFL")),
+        "act_quant/launch": Kernels("act_quant_kernel", 2, 3 * 512, ("LDG.E.128", "F2FP.SATFINITE.E4M3", "SHFL")),
         # Of numbers of rows.
-        "fp8_gemm/launch": Kernels("fp8_gemm_kernel", 4, 320, ("QGMMA", "UTMALDG", "LDGSTS", "SYNCS")),
+        "fp8_gemm/launch": Kernels("fp8_gemm_kernel", 4, 320, ("QGMMA", "UTMALDG", "LDGSTS", "STSM", "SYNCS")),
         # Of 2 and of 4 streams; of columns of a CTA. phi fills the registers: a few words of what is read once a tile
         # are elsewhere.
         "mhc_pre_fwd/launch": Kernels(

@@ -31,6 +31,13 @@ __device__ __forceinline__ void set_registers() {
   }
 }
 
+// Over a warp, in a fixed order; every lane has it.
+__device__ __forceinline__ float sum_of_warp(float value) {
+#pragma unroll
+  for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+  return value;
+}
+
 // bar.sync on a named barrier, for the threads of one warpgroup
 template <int kBarrier>
 __device__ __forceinline__ void sync_warpgroup() {

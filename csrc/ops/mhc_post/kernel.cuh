@@ -35,8 +35,8 @@ __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); 
 // Whether a sum has its full precision.
 __device__ __forceinline__ bool is_usual(float sum) { return sum > 1e-30f && sum < 1e30f; }
 
-// log2 of the sums of 2^row: of the columns, and of the row. Sums of what is far below 1 are made again beside the
-// largest.
+// log2 of the sums of 2^row: of the columns, and of the row. Those whose terms are far from 1 are made again beside the
+// largest: by the whole warp if any has such, but a token's result is its own.
 template <int kStreams>
 __device__ __forceinline__ void column_sums(const float (&row)[kStreams], float (&of_columns)[kStreams]) {
   bool usual = true;
@@ -49,7 +49,8 @@ __device__ __forceinline__ void column_sums(const float (&row)[kStreams], float 
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
     const float largest = over_rows<kStreams>(row[j], larger);
-    of_columns[j] = largest + log2_fast(over_rows<kStreams>(exp2_fast(row[j] - largest), plus));
+    const float sum = over_rows<kStreams>(exp2_fast(row[j] - largest), plus);
+    if (!usual) of_columns[j] = largest + log2_fast(sum);
   }
 }
 
@@ -58,14 +59,16 @@ __device__ __forceinline__ float row_sum(const float (&row)[kStreams]) {
   float sum = 0.f;
 #pragma unroll
   for (float exponent : row) sum += exp2_fast(exponent);
-  if (__all_sync(~0u, is_usual(sum))) return log2_fast(sum);
+  const bool usual = is_usual(sum);
+  const float logarithm = log2_fast(sum);
+  if (__all_sync(~0u, usual)) return logarithm;
   float largest = row[0];
 #pragma unroll
   for (float exponent : row) largest = fmaxf(largest, exponent);
   sum = 0.f;
 #pragma unroll
   for (float exponent : row) sum += exp2_fast(exponent - largest);
-  return largest + log2_fast(sum);
+  return usual ? logarithm : largest + log2_fast(sum);
 }
 
 // Rounds of Sinkhorn on a row of logarithms to the base 2. `keep` gets what each step has subtracted: of the columns
@@ -213,13 +216,12 @@ __global__ void __launch_bounds__(kMaxThreads, 3) mhc_post_fwd_kernel(const __gr
 
 // Of a warp: lane i gets the sum of values[i].
 template <int kValues>
-__device__ __forceinline__ float sums_of_warp(float (&values)[kValues], int lane) {
+__device__ __forceinline__ float sums_of_warp(const float (&values)[kValues], int lane) {
   float own = 0.f;
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
-#pragma unroll
-    for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) values[i] += __shfl_xor_sync(~0u, values[i], lanes);
-    if (lane == i) own = values[i];
+    const float sum = sum_of_warp(values[i]);
+    if (lane == i) own = sum;
   }
   return own;
 }

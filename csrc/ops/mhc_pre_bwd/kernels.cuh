@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
   }
 #pragma unroll
   for (int i = 0; i < kStreams; ++i) {
-    for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], lanes);
-    if (lane == 0) of_warps[warp][i] = sums[i];
+    const float sum = sum_of_warp(sums[i]);
+    if (lane == 0) of_warps[warp][i] = sum;
   }
   __syncthreads();
   if (warp > 0) return;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
     dmixed = p.alpha[part] * dsum;
     along = dmixed * mix;
   }
-  for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) along += __shfl_xor_sync(~0u, along, lanes);
+  along = sum_of_warp(along);
   if (lane < kStreams) behind<kStreams>(g_high)[lane] = p.h_pre[token * kStreams + lane];
   if (lane == 0) behind<kStreams>(g_low)[0] = along * inv_rms * inv_rms * inv_rms / (kStreams * p.columns);
   if (lane >= Shape<kStreams>::kSteps * 16) return;
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
 // Of a CTA, in a fixed order; the first thread has it.
 __device__ __forceinline__ float sum_of_cta(float value) {
   __shared__ float of_warps[kReduceThreads / kWarpThreads];
-  for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+  value = sum_of_warp(value);
   if (threadIdx.x % kWarpThreads == 0) of_warps[threadIdx.x / kWarpThreads] = value;
   __syncthreads();
   float sum = 0.f;
