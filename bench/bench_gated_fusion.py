@@ -14,7 +14,7 @@ from common import Case, drawing, grouped_bars, make_case, measure_ms, run
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.testing.tolerances import GRADIENT_SIMILARITY, SIMILARITY, similarity_error
+from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 
 OP = "gated_fusion"
 HEADS, COLUMNS = 12, 128
@@ -60,7 +60,7 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
         ms = measure_ms(lambda: torch.ops.dsa.gated_fusion_fwd(*args))
         peer_ms = measure_ms(lambda: plain(*args))
     error = max(similarity_error(a[:, :, some], b) for a, b in zip(got, expected, strict=True))
-    assert error <= (GRADIENT_SIMILARITY if spec.backward else SIMILARITY), error
+    assert error <= SIMILARITY, error
     tensors = 5 if spec.backward else 3
     moved = tensors * branches[0].nbytes + (2 if spec.backward else 1) * args[2].nbytes
     return make_case(

@@ -27,7 +27,6 @@ from dsa_ext.testing.inputs import (
     strided_rows,
 )
 from dsa_ext.testing.tolerances import (
-    GRADIENT_SIMILARITY,
     SIMILARITY,
     backward_errors,
     check_dist,
@@ -243,7 +242,7 @@ def mhc(batch: int, length: int, streams: int, columns: int) -> None:
 def check_gradients(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for a, b in zip(got, expected, strict=True):
         # With a single key and query there is nothing over which roundings, three of bf16, would average out.
-        assert similarity_error(a, b) <= 4 * GRADIENT_SIMILARITY, (a.shape, similarity_error(a, b))
+        assert similarity_error(a, b) <= 4 * SIMILARITY, (a.shape, similarity_error(a, b))
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import dsa_ext
 from dsa_ext import reference
 from dsa_ext.reference.block_sparse import BLOCK, blocks, valid_keys
 from dsa_ext.testing.block_inputs import BlockInputs, make_block_inputs
-from dsa_ext.testing.tolerances import GRADIENT_SIMILARITY, similarity_error
+from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,7 @@ def check(x: BlockInputs, sm_scale: float | None = None, sizes: bool = True, wit
         assert gradient.dtype == torch.bfloat16
         assert gradient.stride() == torch.empty_like(tensor).stride()
         if bool((wanted.abs() > 1e-6).any()):  # with one key, dq is what rounding leaves of 0
-            assert similarity_error(gradient, wanted) <= GRADIENT_SIMILARITY
+            assert similarity_error(gradient, wanted) <= SIMILARITY
     assert not gradients[0][lse == -torch.inf].any()
     unseen = ~valid_keys(x.k, lists[2]).flatten()[: x.k.shape[2]]
     assert not any(gradient[:, :, unseen].any() for gradient in gradients[1:])

@@ -17,7 +17,7 @@ from dsa_ext.testing.inputs import (
     strided_copy,
     strided_rows,
 )
-from dsa_ext.testing.tolerances import GRADIENT_SIMILARITY, similarity_error
+from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +67,7 @@ def poisoned(inputs: IndexerInputs, ids: Tensor) -> tuple[Tensor, Tensor, Tensor
 def check(got: Gradients, expected: Gradients) -> None:
     for name, a, b in zip(("dq", "dk", "dweights"), got, expected, strict=True):
         assert a.isfinite().all(), name
-        assert similarity_error(a, b) <= GRADIENT_SIMILARITY, name
+        assert similarity_error(a, b) <= SIMILARITY, name
         assert (a[(b == 0).flatten(1).all(1)] == 0).all(), name
 
 
@@ -184,18 +184,18 @@ def test_several_launches() -> None:
     leaves = (inputs.q, inputs.k, inputs.weights)
     plain, repeatable = DENSE(dlogits, *leaves, ks, ke), DENSE(dlogits, *leaves, ks, ke, True)
     for a, b in zip(plain, repeatable, strict=True):
-        assert similarity_error(a, b) <= GRADIENT_SIMILARITY
+        assert similarity_error(a, b) <= SIMILARITY
     rows = torch.arange(0, seq, 100, device=DEVICE)
     expected = reference.indexer_logits_bwd(
         dlogits[rows], inputs.q[rows].float(), inputs.k.float(), inputs.weights[rows], ks[rows], ke[rows]
     )
-    assert similarity_error(plain[0][rows], expected[0]) <= GRADIENT_SIMILARITY
-    assert similarity_error(plain[2][rows], expected[2]) <= GRADIENT_SIMILARITY
+    assert similarity_error(plain[0][rows], expected[0]) <= SIMILARITY
+    assert similarity_error(plain[2][rows], expected[2]) <= SIMILARITY
     parts = [
         DENSE(dlogits[part], inputs.q[part], inputs.k, inputs.weights[part], ks[part], ke[part])
         for part in (slice(0, 1000), slice(1000, None))
     ]
-    assert similarity_error(plain[1], parts[0][1].float() + parts[1][1].float()) <= GRADIENT_SIMILARITY
+    assert similarity_error(plain[1], parts[0][1].float() + parts[1][1].float()) <= SIMILARITY
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (3, 0, 4), (3, 5, 0)], ids=str)

@@ -31,7 +31,7 @@ from dsa_ext.testing.inputs import (
 )
 from dsa_ext.testing.memory import bytes_beside_results
 from dsa_ext.testing.tolerances import (
-    GRADIENT_SIMILARITY,
+    SIMILARITY,
     bits,
     check_selected,
     logits_errors,
@@ -378,7 +378,7 @@ def test_gradients() -> None:
     for name, leaf, a, b in zip(("dq", "dk", "dweights"), leaves, got, expected, strict=True):
         assert (a.dtype, a.device) == (leaf.dtype, leaf.device)
         error = similarity_error(a.cpu(), b)
-        assert error <= GRADIENT_SIMILARITY, (name, error)
+        assert error <= SIMILARITY, (name, error)
 
 
 def gradients(function: Callable[[IndexerInputs], Tensor], seq: int) -> list[Tensor]:

@@ -1,0 +1,171 @@
+"""How far an operator's results may be from the reference in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsa_ext import reference
+from dsa_ext.testing.tolerances import attention, indexer, mixing
+from dsa_ext.testing.tolerances.limits import (
+    FP8_SIMILARITY,
+    FP32_SIMILARITY,
+    SIMILARITY,
+    Errors,
+    Expected,
+    Measure,
+    bits,
+    exact_measures,
+    measures,
+    similarity_error,
+)
+
+__all__ = [
+    "FP8_SIMILARITY",
+    "FP32_SIMILARITY",
+    "OPS",
+    "SIMILARITY",
+    "backward_errors",
+    "bits",
+    "check",
+    "check_dist",
+    "check_selected",
+    "errors",
+    "forward_errors",
+    "logits_errors",
+    "similarity_error",
+]
+
+_JUDGED: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
+    name: getattr(module, name)
+    for module, names in (
+        (
+            attention,
+            "sparse_mla_fwd sparse_mla_bwd attn_dist block_sparse_attn_fwd block_sparse_attn_bwd coarse_attn_fwd",
+        ),
+        (
+            indexer,
+            "indexer_logits indexer_logits_bwd indexer_scores indexer_scores_bwd indexer_loss indexer_dense_loss",
+        ),
+        (mixing, "gated_fusion_fwd gated_fusion_bwd fp8_gemm mhc_pre_fwd mhc_pre_bwd mhc_post mhc_post_bwd"),
+    )
+    for name in names.split()
+}
+#: Logits that are held at a time to see what indexer_topk should have selected.
+_LOGITS = 2**27
+
+
+def check(op: str, results: tuple[Tensor, ...] | Tensor, args: dict[str, Any]) -> dict[str, float]:
+    """Compares the results of torch.ops.dsa.<op>(**args) with the reference in float64.
+
+    Raises AssertionError that names the result, the measure, the value and its limit. Returns each measure's value as a
+    fraction of its limit, which is at most 1.
+    """
+    return errors(op, results, args).check()
+
+
+def errors(op: str, results: tuple[Tensor, ...] | Tensor, args: dict[str, Any]) -> Errors:
+    """The same without judging."""
+    args = _complete(op, args)
+    got = (results,) if isinstance(results, Tensor) else tuple(results)
+    if op in _EXACT:
+        return Errors(op, _EXACT[op](got, args))
+    expected = _JUDGED[op](args)
+    return Errors(op, [measure for result, e in zip(got, expected, strict=True) for measure in measures(result, e)])
+
+
+def forward_errors(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> Errors:
+    """Of a call of sparse_mla_fwd with these arguments."""
+    return errors("sparse_mla_fwd", (out, lse), {"q": q, "kv": kv, "indices": indices, **options})
+
+
+def backward_errors(
+    grads: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    dlse: Tensor | None,
+    **options: Any,
+) -> Errors:
+    """Of a call of sparse_mla_bwd with these arguments."""
+    args = {"dout": dout, "q": q, "kv": kv, "out": out, "lse": lse, "indices": indices, "dlse": dlse}
+    return errors("sparse_mla_bwd", grads, {**args, **options})
+
+
+def check_dist(dist: Tensor, q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor, **options: Any) -> float:
+    """Checks the result of a call of attn_dist with these arguments; returns similarity_error."""
+    found = errors("attn_dist", dist, {"q": q, "kv": kv, "indices": indices, "lse": lse, **options})
+    found.check()
+    return found.similarity
+
+
+def logits_errors(
+    logits: Tensor,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
+    k_scale: Tensor | None = None,
+) -> Errors:
+    """Of a call of indexer_logits with these arguments."""
+    bounds = {"cu_seqlen_ks": cu_seqlen_ks, "cu_seqlen_ke": cu_seqlen_ke}
+    return errors("indexer_logits", logits, {"q": q, "k": k, "weights": weights, **bounds, "k_scale": k_scale})
+
+
+def check_selected(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Fails unless the indices and values of two selections are the same bits."""
+    Errors("topk_select", exact_measures(("indices", "values"), got, expected)).check()
+
+
+def _complete(op: str, args: dict[str, Any]) -> dict[str, Any]:
+    """With the schema's defaults, in its order."""
+    schema = getattr(torch.ops.dsa, op).default._schema
+    unknown = args.keys() - {argument.name for argument in schema.arguments}
+    if unknown:
+        raise ValueError(f"{op} has no arguments {sorted(unknown)}")
+    return {a.name: args.get(a.name, a.default_value) for a in schema.arguments}
+
+
+def _topk_select(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
+    return exact_measures(("indices", "values"), got, reference.topk_select(**args))
+
+
+def _indexer_topk(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
+    """The selection among the operator's own logits, which are judged as well."""
+    q, k, topk = args["q"], args["k"], args["topk"]
+    found: list[Measure] = []
+    starts, ends = (args[name] for name in indexer.BOUNDS)
+    step = max(1, _LOGITS // max(1, len(k)))
+    for begin in range(0, max(1, len(q)), step):
+        run = slice(begin, begin + step)
+        index = {name: args[name][run] for name in ("q", "weights", *indexer.BOUNDS)}
+        index |= {"k": k, "k_scale": args["k_scale"]}
+        logits = torch.ops.dsa.indexer_logits(**index)
+        expected = reference.topk_select(logits, starts[run], ends[run], topk)
+        found += exact_measures(("indices", "values"), [t[run] for t in got], expected)
+        found += errors("indexer_logits", logits, index).measures
+    return found
+
+
+def _block_select(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
+    expected = reference.block_select(**{**args, "scores": args["scores"].cpu()})
+    return exact_measures(("q2k_index", "q2k_num"), got, expected)
+
+
+def _act_quant(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
+    return exact_measures(("y", "s"), got, reference.act_quant(args["x"].cpu(), args["round_scale"]))
+
+
+_EXACT = {
+    "topk_select": _topk_select,
+    "indexer_topk": _indexer_topk,
+    "block_select": _block_select,
+    "act_quant": _act_quant,
+}
+#: Every operator that check knows.
+OPS = (*_JUDGED, *_EXACT)

@@ -1,0 +1,430 @@
+"""What the attention operators may differ by.
+
+A score q.k * scale is computed in fp32: it may be off by SUM_OF_PRODUCTS of the sum of the products' magnitudes. Its
+probability is off by the exponential of that, which is nothing where magnitudes are ordinary, and anything where they
+are large, unless one key's score stands so far above the others that it takes all the weight in any case. So each
+probability has bounds of its own, and from them has each result.
+
+n queries read the same K keys [.., K, D]; leading dimensions are those of the reference's chunks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsa_ext import reference
+from dsa_ext.reference import block_sparse, sparse_mla
+from dsa_ext.testing.tolerances.limits import (
+    ELEMENTWISE,
+    FP32_ELEMENTWISE,
+    FP32_RESOLUTION,
+    FP32_SIMILARITY,
+    HUGE,
+    LSE_ABSOLUTE,
+    LSE_RELATIVE,
+    SUM_OF_PRODUCTS,
+    TINY,
+    Expected,
+    gradient,
+    overflows,
+    wide,
+)
+
+
+@dataclass
+class Scores:
+    """Scores [.., n, K] in float64 and what fp32 leaves open of them; -inf where nothing is visible."""
+
+    scores: Tensor
+    noise: Tensor  # |error| of each score
+    resolution: Tensor  # [.., n]: one unit in the last place of the largest partial sum
+    free: Tensor  # [.., n]: whether a score may overflow
+
+
+def scores_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Scores:
+    scores = (q @ keys.mT * scale).masked_fill(~visible, -torch.inf)
+    products = (q.abs() @ keys.abs().mT).masked_fill(~visible, 0)
+    free = overflows(products * max(1.0, 2 * abs(scale))).any(-1)
+    products = products.masked_fill(scores == -torch.inf, 0)  # an infinite key's, too, has no weight, whatever it is
+    return Scores(
+        scores=scores,
+        noise=(abs(scale) * (SUM_OF_PRODUCTS * products + TINY)).masked_fill(scores == -torch.inf, 0),
+        resolution=abs(scale) * (FP32_RESOLUTION * _largest(products) + TINY),
+        free=free,
+    )
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def spread(log_p: Tensor, noise: Tensor) -> Tensor:
+    """|error| of p = exp(log_p) where log_p is off by up to `noise`: p * (exp(noise) - 1), which may be inf."""
+    log_of_growth = torch.where(noise > 30, noise, noise.clamp(max=30).expm1().log())
+    return torch.exp(log_p + log_of_growth).masked_fill(log_p == -torch.inf, 0)
+
+
+@dataclass
+class Softmax:
+    p: Tensor  # [.., n, K]
+    noise: Tensor  # |error| of each p
+    lse_limit: Tensor  # [.., n]
+    free: Tensor  # [.., n]
+
+
+def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softmax:
+    s = scores_of(q, keys, visible, scale)
+    lse = s.scores.logsumexp(-1, keepdim=True)
+    log_p = s.scores - lse.masked_fill(lse == -torch.inf, 0)
+    of_sum = torch.maximum(
+        (log_p + s.noise).logsumexp(-1, keepdim=True), -(log_p - s.noise).logsumexp(-1, keepdim=True)
+    )
+    alone = spread(log_p, s.noise + of_sum.clamp(min=0).masked_fill(lse == -torch.inf, 0))
+    # What one key gains the others lose: where one has all the weight, its own uncertainty is nothing.
+    noise = alone.clamp(max=1)
+    if alone.shape[-1]:
+        top = torch.nn.functional.one_hot(alone.nan_to_num(0).argmax(-1), alone.shape[-1]).bool()
+        others = alone.masked_fill(top, 0).sum(-1, keepdim=True)
+        noise = torch.where(top, noise.minimum(others), noise)
+    finite_lse = lse[..., 0].masked_fill(~lse[..., 0].isfinite(), 0)
+    limit = (LSE_RELATIVE * finite_lse.abs()).clamp(min=LSE_ABSOLUTE) + s.resolution
+    return Softmax(p=log_p.exp(), noise=noise, lse_limit=limit, free=s.free)
+
+
+def _output(value: Tensor, parts: "Parts") -> Expected:
+    """A bf16 sum_i p_i v_i. Beyond what p may be, no element can be larger than the largest value."""
+    bound = ELEMENTWISE * parts.magnitude + parts.noise
+    return Expected(
+        "out",
+        value,
+        bound=bound.minimum(2 * (1 + ELEMENTWISE) * parts.largest) + TINY,
+        noise=parts.noise + TINY,
+        free=parts.free[..., None] | overflows(parts.total),
+        loose=parts.vanishing[..., None],
+    )
+
+
+def _lse(value: Tensor, parts: "Parts") -> Expected:
+    return Expected("lse", value, bound=parts.lse_limit, noise=parts.lse_limit, similarity=None, free=parts.free)
+
+
+@dataclass
+class Parts:
+    """Of every output [.., D] and of every row [..]."""
+
+    magnitude: Tensor  # sum_i p_i |v_i|
+    noise: Tensor  # sum_i |error of p_i| |v_i|
+    largest: Tensor  # max_i |v_i|
+    total: Tensor  # sum_i |v_i|
+    lse_limit: Tensor
+    free: Tensor
+    vanishing: Tensor  # whether fp32 rounds some visible key's p to 0
+
+    @staticmethod
+    def empty(shape: torch.Size, rows: torch.Size, like: Tensor) -> "Parts":
+        magnitude, noise, largest, total = (like.new_zeros(shape) for _ in range(4))
+        free, vanishing = (like.new_zeros(rows, dtype=torch.bool) for _ in range(2))
+        return Parts(magnitude, noise, largest, total, like.new_zeros(rows), free, vanishing)
+
+    @staticmethod
+    def of(s: Softmax, values: Tensor, visible: Tensor) -> "Parts":
+        """From values [.., K, D]; those of slots that are not visible are zeros."""
+        values = values.abs()
+        total = values.sum(-2, keepdim=True)
+        largest = values.amax(-2, keepdim=True) if values.shape[-2] else total
+        shape = (*s.p.shape[:-1], values.shape[-1])
+        return Parts(
+            magnitude=s.p @ values,
+            noise=s.noise @ values + TINY * total,
+            largest=largest.expand(shape),
+            total=total.expand(shape),
+            lse_limit=s.lse_limit,
+            free=s.free,
+            vanishing=(visible & (s.p < HUGE**-1)).any(-1),
+        )
+
+    def put(self, place: Any, other: "Parts", form: Any) -> None:
+        """Sets what stands at `place` of every tensor to that of `other`, which `form` reshapes."""
+        for name, tensor in vars(self).items():
+            tensor[place] = form(getattr(other, name))
+
+
+def _scale(args: dict[str, Any]) -> float:
+    return float(args["q"].shape[-1] ** -0.5 if args["sm_scale"] is None else args["sm_scale"])
+
+
+# ---- sparse MLA
+
+_POSITIONS = ("causal", "q_start", "kv_stride", "topk_length")
+
+
+def _visible(args: dict[str, Any]) -> Tensor:
+    return sparse_mla.visible_slots(args["indices"], args["kv"].shape[1], *(args[name] for name in _POSITIONS))
+
+
+def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    q, kv, indices, d_v, sink = (args[name] for name in ("q", "kv", "indices", "d_v", "attn_sink"))
+    scale = _scale(args)
+    out, lse = reference.sparse_mla_fwd(**args)
+    parts = Parts.empty(out.shape, lse.shape, out)
+    for chunk in sparse_mla.chunks(q, kv, indices, _visible(args)):
+        s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
+        of_chunk = Parts.of(s, chunk.keys[..., :d_v], chunk.visible)
+        parts.put((slice(None), chunk.queries), of_chunk, lambda t: t.flatten(2, 3))
+    if sink is not None:
+        share = sparse_mla.share_beside_sink(lse, sink)
+        apart = (lse - sink).abs().nan_to_num(0, 0, 0)
+        noise = ((1 - share) * spread(torch.zeros_like(lse), parts.lse_limit + FP32_RESOLUTION * apart)).clamp(max=1)
+        noise = noise * share
+        parts.noise = parts.noise * share[..., None] + parts.magnitude * noise[..., None]
+        parts.magnitude = parts.magnitude * share[..., None]
+    return [_output(out, parts), _lse(lse, parts)]
+
+
+def attn_dist(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    q, kv, indices, lse = (args[name] for name in ("q", "kv", "indices", "lse"))
+    visible, scale = _visible(args), _scale(args)
+    value = reference.attn_dist(**args)
+    group_heads = q.shape[2] // kv.shape[2]
+    step = sparse_mla.HEADS_PER_BLOCK if args["per_head_block"] else max(1, group_heads)
+    blocks = value.shape[0] if args["per_head_block"] else 1
+    sums = torch.zeros(blocks, *indices.shape, dtype=torch.float64, device=q.device)
+    noise, free = torch.zeros_like(sums), torch.zeros_like(sums, dtype=torch.bool)
+    for chunk in sparse_mla.chunks(q, kv, indices, visible):
+        s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
+        own = lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])[..., None]
+        log_p = (s.scores - own).masked_fill(own == -torch.inf, -torch.inf)
+        p = log_p.exp()
+        unsure = s.noise + 2 * FP32_RESOLUTION * own.abs().nan_to_num(0, 0, 0)
+        off = spread(log_p, unsure) + FP32_ELEMENTWISE * p + TINY * (p > 0)
+        for block in range(blocks):
+            heads = slice(block * step, (block + 1) * step)
+            sums[block, :, chunk.queries] = p[..., heads, :].sum(3)
+            noise[block, :, chunk.queries] = off[..., heads, :].sum(3)
+            over = s.free[..., heads, None] | (off[..., heads, :] > HUGE) | overflows(p[..., heads, :])
+            free[block, :, chunk.queries] = over.any(3)
+    free |= overflows(sums)
+    # A slot that is not visible is 0 whatever overflows beside it.
+    free = free & visible
+    if args["normalize"]:
+        total = sums.sum(-1, keepdim=True).clamp(min=1e-10)
+        noise = noise / total + sums / total**2 * noise.sum(-1, keepdim=True)
+        # The sum of all is part of each.
+        free = (free | overflows(sums).any(-1, keepdim=True) | free.any(-1, keepdim=True)) & visible
+    if not args["per_head_block"]:
+        noise, free = noise[0], free[0]
+    loose = torch.ones_like(free) if args["normalize"] else None
+    return [Expected("p", value, bound=noise, noise=noise, similarity=FP32_SIMILARITY, free=free, loose=loose)]
+
+
+@dataclass
+class ScoreGradients:
+    """Of scores [.., n, K], given each row's dout, the sum that is taken from dP, and lse."""
+
+    p: Tensor
+    p_noise: Tensor
+    ds: Tensor
+    ds_noise: Tensor
+    free: Tensor  # [.., n]
+
+
+def score_gradients(
+    s: Scores, values: Tensor, dout: Tensor, delta: Tensor, delta_noise: Tensor, lse: Tensor, scale: float
+) -> ScoreGradients:
+    lse, delta, delta_noise = (t[..., None] for t in (lse, delta, delta_noise))
+    log_p = (s.scores - lse.masked_fill(lse == -torch.inf, 0)).masked_fill(lse == -torch.inf, -torch.inf)
+    p = log_p.exp()
+    p_noise = spread(log_p, s.noise + 2 * FP32_RESOLUTION * lse.abs().nan_to_num(0, 0, 0)) + TINY * (p > 0)
+    dp, products = dout @ values.mT, dout.abs() @ values.abs().mT
+    change = dp - delta
+    weights = p + p_noise
+    noise = weights * (SUM_OF_PRODUCTS * products + delta_noise) + p_noise * change.abs()
+    # Weights that are exactly 0 stay so.
+    ds, noise = (torch.where(log_p == -torch.inf, 0, t) for t in (p * change, noise))
+    over = overflows(products, delta, ds, ds * scale, weights * products) | (p.isfinite() & ~(weights <= HUGE))
+    visible = s.scores > -torch.inf
+    free = s.free | (over & (visible | s.scores.isnan())).any(-1)
+    return ScoreGradients(p, p_noise, ds * scale, abs(scale) * (noise + TINY * (p > 0)) + TINY * (p > 0), free)
+
+
+def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    args.pop("deterministic")
+    d_v = args.pop("d_v")
+    q, kv, indices, dout, out, lse = (args[name] for name in ("q", "kv", "indices", "dout", "out", "lse"))
+    sink, dlse, scale, visible = args["attn_sink"], args["dlse"], _scale(args), _visible(args)
+    dq, dkv, d_sink = reference.sparse_mla_bwd(**args)
+
+    share = sparse_mla.share_beside_sink(lse, sink)
+    share_noise = share * (1 - share) * FP32_RESOLUTION * (16 + 4 * lse.abs().nan_to_num(0, 0, 0))
+    products, delta = (dout * out).abs().sum(-1), (dout * out).sum(-1)
+    delta_noise = share * SUM_OF_PRODUCTS * products + share_noise * delta.abs()
+    delta_of_scores = share * delta
+    if dlse is not None:
+        delta_of_scores = delta_of_scores - dlse
+        delta_noise = delta_noise + FP32_RESOLUTION * dlse.abs()
+    upstream = share[..., None] * dout
+
+    dq_noise, dq_squares, dq_total = (torch.zeros_like(dq) for _ in range(3))
+    free = torch.zeros_like(lse, dtype=torch.bool)
+    batch, s_kv, groups, dim = kv.shape
+    keys_of = (batch * (s_kv + 1) * groups, dim)
+    dkv_noise, dkv_squares, dkv_total, dkv_free = (q.new_zeros(keys_of) for _ in range(4))
+    for chunk in sparse_mla.chunks(q, kv, indices, visible):
+        run, heads_of = chunk.queries, chunk.q.shape[2:4]
+        do, delta_c, noise_c, lse_c = (
+            t[:, run].unflatten(2, heads_of) for t in (upstream, delta_of_scores, delta_noise, lse)
+        )
+        s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
+        g = score_gradients(s, chunk.keys[..., :d_v], do, delta_c, noise_c, lse_c, scale)
+        keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
+        dq_noise[:, run] = (g.ds_noise @ keys).flatten(2, 3)
+        dq_squares[:, run] = (g.ds.square() @ keys.square()).flatten(2, 3)
+        dq_total[:, run] = (g.ds.abs() @ keys).flatten(2, 3)
+        free[:, run] = g.free.flatten(2, 3)
+        rows = chunk.rows.flatten()
+
+        def onto_keys(total: Tensor, of_scores: Tensor, of_p: Tensor, queries: Tensor, do: Tensor) -> None:
+            part = of_scores.mT @ queries
+            part[..., :d_v] += of_p.mT @ do
+            total.index_add_(0, rows, part.flatten(0, 3))  # noqa: B023
+
+        onto_keys(dkv_noise, g.ds_noise, g.p_noise, queries, doa)
+        onto_keys(dkv_squares, g.ds.square(), g.p.square(), queries.square(), doa.square())
+        onto_keys(dkv_total, g.ds.abs(), g.p, queries, doa)
+        # A row that has no finite score, but visible keys, counts as empty or not.
+        unsure = g.free | ((lse_c == -torch.inf) & chunk.visible.any(-1))
+        dkv_free.index_add_(
+            0, rows, (unsure.any(-1)[..., None] & chunk.visible[..., 0, :]).double().flatten()[:, None].expand(-1, dim)
+        )
+
+    def by_key(t: Tensor) -> Tensor:
+        return t.view(batch, s_kv + 1, groups, dim)[:, :s_kv]
+
+    dkv_noise, dkv_squares, dkv_total, dkv_free = map(by_key, (dkv_noise, dkv_squares, dkv_total, dkv_free))
+    expected = [
+        gradient("dq", dq, dq_noise + SUM_OF_PRODUCTS * dq_total, dq_squares, free[..., None] | overflows(dq_total)),
+        gradient(
+            "dkv", dkv, dkv_noise + SUM_OF_PRODUCTS * dkv_total, dkv_squares, (dkv_free > 0) | overflows(dkv_total)
+        ),
+    ]
+    if sink is None:
+        return [*expected, Expected("d_sink", d_sink, d_sink, d_sink, None)]
+    noise = ((1 - share) * SUM_OF_PRODUCTS * products + share_noise * delta.abs()).sum((0, 1))
+    total = ((1 - share) * products).sum((0, 1))
+    noise = noise + SUM_OF_PRODUCTS * total
+    return [*expected, gradient("d_sink", d_sink, noise, torch.zeros_like(noise), overflows(total))]
+
+
+# ---- block-sparse and coarse attention
+
+
+def block_sparse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    q, scale = args["q"], _scale(args)
+    out, lse = reference.block_sparse_attn_fwd(**args)
+    count = block_sparse.blocks(q.shape[2])
+    cut_shape = (*q.shape[:2], count, block_sparse.BLOCK)
+    parts = Parts.empty(torch.Size((*cut_shape, q.shape[3])), torch.Size(cut_shape), out)
+    lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
+    for chunk in block_sparse.chunks(q, args["k"], args["v"], *lists):
+        s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
+        of_chunk = Parts.of(s, chunk.values, chunk.visible)
+        parts.put((slice(None), slice(None), chunk.queries), of_chunk, lambda t: t)
+    parts = Parts(*(t.flatten(2, 3)[:, :, : q.shape[2]] for t in vars(parts).values()))
+    return [_output(out, parts), _lse(lse, parts)]
+
+
+def coarse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    q, k, v = (args[name] for name in ("q", "k", "v"))
+    scale, block = _scale(args), block_sparse.BLOCK
+    out, lse, scores = reference.coarse_attn_fwd(**args)
+    parts = Parts.empty(out.shape, lse.shape, out)
+    noise, free = torch.zeros_like(scores), torch.zeros_like(scores, dtype=torch.bool)
+    share = q.shape[1] // max(1, k.shape[1])
+    visible = torch.ones(1, k.shape[2], dtype=torch.bool, device=q.device)
+    for i in range(scores.shape[2]):
+        rows = slice(i * block, (i + 1) * block)
+        s = softmax_of(q[:, :, rows].unflatten(1, (-1, share)), k[:, :, None], visible, scale)
+        parts.put((slice(None), slice(None), rows), Parts.of(s, v[:, :, None], visible), lambda t: t.flatten(1, 2))
+        noise[:, :, i] = (s.noise + FP32_ELEMENTWISE * s.p + TINY).flatten(1, 2).mean(2)
+        free[:, :, i] = s.free.any(-1).flatten(1, 2)[..., None]
+    means = Expected("scores", scores, bound=noise, noise=noise, similarity=FP32_SIMILARITY, free=free)
+    return [_output(out, parts), _lse(lse, parts), means]
+
+
+def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    q, k, v, dout, out, lse = (args[name] for name in ("q", "k", "v", "dout", "out", "lse"))
+    dlse, scale = args["dlse"], _scale(args)
+    dq, dk, dv = reference.block_sparse_attn_bwd(**args)
+    count, kv_blocks, block = block_sparse.blocks(q.shape[2]), block_sparse.blocks(k.shape[2]), block_sparse.BLOCK
+
+    seen = lse != -torch.inf
+    delta = (dout * out).sum(-1)
+    delta_noise = SUM_OF_PRODUCTS * (dout * out).abs().sum(-1)
+    if dlse is not None:
+        delta, delta_noise = delta - dlse, delta_noise + FP32_RESOLUTION * dlse.abs()
+
+    def rows_of(t: Tensor, fill: float = 0) -> Tensor:
+        """[B, H, Nq] as [B, H, Mq, 64]; rows that see nothing have no part in anything."""
+        cut: Tensor = block_sparse.cut(t.where(seen, fill)[..., None], count)[..., 0]
+        return cut
+
+    empty = ~block_sparse.cut(seen[..., None].double(), count)[..., 0].bool()
+    delta, delta_noise, row_lse = rows_of(delta), rows_of(delta_noise), rows_of(lse).masked_fill(empty, -torch.inf)
+    upstream = block_sparse.cut(dout.where(seen[..., None], 0), count)
+
+    of_q, of_k = (*q.shape[:2], count, block, q.shape[3]), (*k.shape[:2], kv_blocks + 1, block, k.shape[3])
+    dq_noise, dq_squares, dq_total = (q.new_zeros(of_q) for _ in range(3))
+    sums = {name: q.new_zeros(of_k) for name in ("dk", "dk2", "dk_total", "dv", "dv2", "dv_total", "free")}
+    free = torch.zeros(of_q[:-1], dtype=torch.bool, device=q.device)
+    lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
+    for chunk in block_sparse.chunks(q, k, v, *lists):
+        run = (slice(None), slice(None), chunk.queries)
+        do = upstream[run]
+        s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
+        g = score_gradients(s, chunk.values, do, delta[run], delta_noise[run], row_lse[run], scale)
+        keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
+        dq_noise[run], dq_total[run] = g.ds_noise @ keys, g.ds.abs() @ keys
+        dq_squares[run] = g.ds.square() @ keys.square()
+        free[run] = g.free
+        unsure = (g.free | (empty[run] & chunk.visible.any(-1))).any(-1)[..., None] & chunk.visible[..., 0, :]
+        for name, part in (
+            ("dk", g.ds_noise.mT @ queries),
+            ("dk2", g.ds.square().mT @ queries.square()),
+            ("dk_total", g.ds.abs().mT @ queries),
+            ("dv", g.p_noise.mT @ doa),
+            ("dv2", g.p.square().mT @ doa.square()),
+            ("dv_total", g.p.mT @ doa),
+            ("free", unsure[..., None].double().expand(*unsure.shape, q.shape[3])),
+        ):
+            sums[name].flatten(0, 2).index_add_(0, chunk.rows.flatten(), part.reshape(-1, block, q.shape[3]))
+
+    def by_key(name: str) -> Tensor:
+        of_keys: Tensor = sums[name].flatten(2, 3)[:, :, : k.shape[2]]
+        return of_keys
+
+    def by_query(t: Tensor) -> Tensor:
+        return t.flatten(2, 3)[:, :, : q.shape[2]]
+
+    total = by_query(dq_total)
+    expected = [
+        gradient(
+            "dq",
+            dq,
+            by_query(dq_noise) + SUM_OF_PRODUCTS * total,
+            by_query(dq_squares),
+            by_query(free)[..., None] | overflows(total),
+        )
+    ]
+    for name, value in (("dk", dk), ("dv", dv)):
+        total = by_key(f"{name}_total")
+        over = (by_key("free") > 0) | overflows(total)
+        expected.append(gradient(name, value, by_key(name) + SUM_OF_PRODUCTS * total, by_key(f"{name}2"), over))
+    return expected

@@ -1,0 +1,276 @@
+"""What the indexer's operators may differ by.
+
+Logits are sums over heads of weight * relu(q.k). Where q.k rounds across 0, a gradient may have or lack its whole term.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsa_ext import reference
+from dsa_ext.reference.indexer import inside, listed_rows, runs
+from dsa_ext.testing.tolerances.attention import spread
+from dsa_ext.testing.tolerances.limits import (
+    FP8_SIMILARITY,
+    FP32_ELEMENTWISE,
+    FP32_RESOLUTION,
+    FP32_SIMILARITY,
+    SUM_OF_FP8_PRODUCTS,
+    SUM_OF_PRODUCTS,
+    TINY,
+    Expected,
+    gradient,
+    overflows,
+    wide,
+)
+
+BOUNDS = ("cu_seqlen_ks", "cu_seqlen_ke")
+
+
+def _noise_of_scores(q: Tensor, keys: Tensor, weights: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
+    """|error| of the weighted sums [s, n] of q [s, Hi, Di] and keys [n, Di] or [s, n, Di]; where they may overflow."""
+    products = q.abs() @ keys.abs().mT  # [s, Hi, n]
+    w = weights.abs()[:, None]
+    sums = (w @ products)[:, 0]
+    noise = resolution * sums + (w @ (products > 0).double())[:, 0] * TINY
+    return noise, overflows(sums) | overflows(products).any(1)
+
+
+def _inside(args: dict[str, Any], run: slice) -> Tensor:
+    starts, ends = (args[name][run] for name in BOUNDS)
+    return inside(starts, ends, len(args["k"]))
+
+
+def _terms(q: Tensor) -> float:
+    """Of how many terms that cancel a logit is the sum: of their roundings so much is left in the mean."""
+    return float(max(1, q.shape[1] * q.shape[2]) ** -0.5)
+
+
+def indexer_logits(args: dict[str, Any]) -> list[Expected]:
+    fp8 = args["q"].dtype == torch.float8_e4m3fn
+    args = wide(args)
+    clean = args.pop("clean")
+    value = reference.indexer_logits(**args)
+    q, k, weights, k_scale = (args[name] for name in ("q", "k", "weights", "k_scale"))
+    noise, free = torch.zeros_like(value), torch.zeros_like(value, dtype=torch.bool)
+    resolution = SUM_OF_FP8_PRODUCTS if fp8 else SUM_OF_PRODUCTS
+    for run in runs(len(q), q.shape[1] * len(k)):
+        visible = _inside(args, run)
+        noise[run], free[run] = _noise_of_scores(q[run], k, weights[run], resolution)
+        if k_scale is not None:
+            noise[run] = noise[run] * k_scale.abs() + TINY
+            free[run] |= overflows(value[run])
+        free[run] &= visible
+        if not clean:
+            free[run] |= ~visible
+        noise[run] = noise[run].masked_fill(~visible, 0)
+    return [
+        Expected(
+            "logits",
+            value,
+            bound=noise + FP32_ELEMENTWISE * value.abs() + TINY,
+            noise=noise * _terms(q) + TINY,
+            similarity=FP8_SIMILARITY if fp8 else FP32_SIMILARITY,
+            free=free,
+        )
+    ]
+
+
+def indexer_scores(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    value = reference.indexer_scores(**args)
+    q, weights = args["q"], args["weights"]
+    padded, rows, named = listed_rows(args["k"], args["indices"])
+    noise, free = torch.zeros_like(value), torch.zeros_like(value, dtype=torch.bool)
+    for run in runs(len(q), rows.shape[1] * (q.shape[1] + q.shape[2])):
+        noise[run], free[run] = _noise_of_scores(q[run], padded[rows[run]], weights[run], SUM_OF_PRODUCTS)
+    bound = (noise + FP32_ELEMENTWISE * value.abs()).masked_fill(~named, 0) + TINY
+    return [
+        Expected(
+            "scores",
+            value,
+            bound=bound,
+            noise=noise.masked_fill(~named, 0) * _terms(q) + TINY,
+            similarity=FP32_SIMILARITY,
+            free=free & named,
+        )
+    ]
+
+
+class _GradientSums:
+    """Bounds of dq, dk and dweights, run by run."""
+
+    def __init__(self, q: Tensor, keys: int, weights: Tensor) -> None:
+        self.dq = {name: torch.zeros_like(q) for name in ("noise", "squares", "total")}
+        self.dk = {name: q.new_zeros(keys, q.shape[2]) for name in ("noise", "squares", "total")}
+        self.dweights = {name: torch.zeros_like(weights) for name in ("noise", "squares", "total")}
+        self.free = torch.zeros_like(weights, dtype=torch.bool)
+
+    def add(
+        self, run: slice, q: Tensor, keys: Tensor, weights: Tensor, upstream: Tensor, upstream_noise: Tensor,
+        visible: Tensor, rows: Tensor | None,
+    ) -> None:  # fmt: skip
+        """q [s, Hi, Di]; keys [n, Di], or [s, n, Di] whose places in dk are `rows` [s, n]; upstream [s, n]."""
+        hidden = ~visible[:, None]
+        g, g_noise = (t.masked_fill(~visible, 0)[:, None] for t in (upstream, upstream_noise))
+        w = weights[:, :, None]
+        scores, products = q @ keys.mT, q.abs() @ keys.abs().mT  # [s, Hi, n]
+        off = (SUM_OF_PRODUCTS * products + TINY).masked_fill(hidden, 0)
+        relu = scores.relu().masked_fill(hidden, 0)
+        self.dweights["noise"][run] = (g.abs() * off + g_noise * (relu + off)).sum(-1)
+        self.dweights["squares"][run] = (g * relu).square().sum(-1)
+        self.dweights["total"][run] = (g.abs() * products.masked_fill(hidden, 0)).sum(-1)
+        # Terms that are there, and those that may be there or not.
+        term = (g * w).masked_fill(hidden | (scores <= 0), 0)
+        open_ = (g * w).abs().masked_fill(hidden | (scores.abs() > off), 0)
+        noise = open_ + (g_noise * w.abs()).masked_fill(hidden | (scores < -off), 0)
+        noise = noise + (TINY * (1 + w.abs())).masked_fill(hidden, 0)
+        for name, of_scores, power in (("noise", noise, 1), ("squares", term.square(), 2), ("total", term.abs(), 1)):
+            self.dq[name][run] = of_scores @ keys.abs() ** power
+            part = of_scores.mT @ q.abs() ** power  # [s, n, Di]
+            if rows is None:
+                self.dk[name] += part.sum(0)
+            else:
+                self.dk[name].index_add_(0, rows.flatten(), part.flatten(0, 1))
+
+    def expected(self, dq: Tensor, dk: Tensor, dweights: Tensor) -> list[Expected]:
+        result = []
+        for name, value, sums in (("dq", dq, self.dq), ("dk", dk, self.dk), ("dweights", dweights, self.dweights)):
+            total = sums["total"][: len(value)]
+            noise = sums["noise"][: len(value)] + SUM_OF_PRODUCTS * total
+            result.append(gradient(name, value, noise, sums["squares"][: len(value)], overflows(total)))
+        return result
+
+
+def indexer_logits_bwd(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    args.pop("deterministic")
+    return _dense_gradients(args, torch.zeros_like(args["dlogits"]))
+
+
+def _dense_gradients(args: dict[str, Any], noise_of_dlogits: Tensor) -> list[Expected]:
+    grads = reference.indexer_logits_bwd(**args)
+    q, k, weights, dlogits = (args[name] for name in ("q", "k", "weights", "dlogits"))
+    sums = _GradientSums(q, len(k), weights)
+    for run in runs(len(q), q.shape[1] * (len(k) + q.shape[2])):
+        visible = _inside(args, run)
+        own_q = q[run].masked_fill(~visible.any(1)[:, None, None], 0)
+        keys = k.masked_fill(~visible.any(0)[:, None], 0)
+        sums.add(run, own_q, keys, weights[run], dlogits[run], noise_of_dlogits[run], visible, None)
+    return sums.expected(*grads)
+
+
+def indexer_scores_bwd(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    args.pop("deterministic")
+    grads = reference.indexer_scores_bwd(**args)
+    q, k, weights, dscores = (args[name] for name in ("q", "k", "weights", "dscores"))
+    padded, rows, named = listed_rows(k, args["indices"])
+    sums = _GradientSums(q, len(padded), weights)
+    nothing = torch.zeros_like(dscores)
+    for run in runs(len(q), rows.shape[1] * (q.shape[1] + q.shape[2])):
+        own_q = q[run].masked_fill(~named[run].any(1)[:, None, None], 0)
+        sums.add(run, own_q, padded[rows[run]], weights[run], dscores[run], nothing[run], named[run], rows[run])
+    return sums.expected(*grads)
+
+
+def _loss(
+    scores: Tensor, p: Tensor, valid: Tensor | None, row_weights: Tensor | None, score_noise: Tensor | float,
+    p_noise: Tensor | float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Loss [R] and dscores [R, K] with what they may be off by, and where they may overflow [R]."""
+    loss, dscores = reference.indexer_loss(scores, p, valid, row_weights)
+    counts = scores != -torch.inf
+    if valid is not None:
+        counts = counts & valid
+    scores = scores.masked_fill(~counts, -torch.inf)
+    log_q = torch.where(counts.any(-1, keepdim=True), scores, 0).log_softmax(-1)
+    mass = p.masked_fill(~counts, 0)
+    total = mass.sum(-1, keepdim=True)
+    target = mass / total.clamp(min=1e-10)
+    largest = scores.masked_fill(~counts, 0).abs().amax(-1, keepdim=True) if scores.shape[-1] else total
+    # Each score less the largest one, less the logarithm of a sum.
+    off = (8 * FP32_RESOLUTION * (1 + largest.nan_to_num(0, 0, 0)) + 2 * score_noise).expand_as(log_q)
+    target_off = FP32_ELEMENTWISE * target + (p_noise + target * _sum(p_noise)) / total.clamp(min=1e-10) + TINY
+    q_off = (spread(log_q, off).clamp(max=1) + FP32_ELEMENTWISE * log_q.exp()) * target.sum(-1, keepdim=True)
+    q_off = q_off + log_q.exp() * 4 * FP32_RESOLUTION
+    magnitude = torch.where(target > 0, target * (target.log().abs() + log_q.abs()), 0)
+    loss_off = (
+        FP32_ELEMENTWISE * loss.abs() * (1 if row_weights is None else 0)
+        + SUM_OF_PRODUCTS * magnitude.sum(-1)
+        + (target * off + target_off * (1 + target.clamp(min=1e-300).log().abs() + log_q.abs().nan_to_num(0, 0, 0)))
+        .masked_fill(~counts, 0)
+        .sum(-1)
+    )
+    dscores_off = (q_off + target_off).masked_fill(~counts, 0)
+    free = overflows(largest[..., 0], total[..., 0]) if scores.shape[-1] else torch.zeros_like(loss, dtype=torch.bool)
+    if row_weights is not None:
+        loss_off = loss_off * row_weights.abs() + FP32_ELEMENTWISE * loss.abs()
+        dscores_off = dscores_off * row_weights.abs()[:, None]
+        free = free | overflows(row_weights)
+    return loss, loss_off + TINY, dscores, dscores_off, free
+
+
+def _sum(noise: Tensor | float) -> Tensor | float:
+    return noise.sum(-1, keepdim=True) if isinstance(noise, Tensor) else noise
+
+
+def indexer_loss(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    loss, loss_off, dscores, dscores_off, free = _loss(**args, score_noise=0.0, p_noise=0.0)
+    valid = args["scores"] != -torch.inf
+    if args["valid"] is not None:
+        valid &= args["valid"]
+    rounded = torch.where(valid, dscores_off + TINY, 0)
+    everything = torch.ones_like(dscores, dtype=torch.bool)
+    return [
+        Expected("loss", loss, loss_off, loss_off, FP32_SIMILARITY, free, everything.any(-1)),
+        Expected("dscores", dscores, rounded, rounded, FP32_SIMILARITY, free[:, None] & valid, loose=everything),
+    ]
+
+
+def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
+    """The composition of the others over all keys. Judges dq, dk and dweights where `gradients` asks for them."""
+    from dsa_ext.testing.tolerances import attention
+
+    gradients = args["gradients"]
+    main = {name: args[name] for name in ("sm_scale", "causal", "q_start")}
+    args = wide(args)
+    q, k, weights = (args[name] for name in ("q", "k", "weights"))
+    seq, s_kv = len(q), len(k)
+    position = args["q_start"] + torch.arange(seq, device=q.device)
+    ends = ((position + 1).clamp(max=s_kv) if args["causal"] else torch.full_like(position, s_kv)).int()
+    index = {"q": q, "k": k, "weights": weights, "cu_seqlen_ks": torch.zeros_like(ends), "cu_seqlen_ke": ends}
+    if s_kv == 0:
+        zero = q.new_zeros(())
+        grads = [zero.expand(t.shape) if gradients else t.new_empty(0) for t in (q, k, weights)]
+        return [
+            Expected(name, value, value, value, None)
+            for name, value in zip(("loss", "dq", "dk", "dweights"), (zero, *grads), strict=True)
+        ]
+    (logits,) = indexer_logits({**index, "k_scale": None, "clean": True})
+    ids = torch.arange(s_kv, device=q.device, dtype=torch.int32).expand(1, seq, 1, s_kv)
+    (p,) = attention.attn_dist(
+        {
+            **main, "q": args["main_q"][None], "kv": args["main_kv"][None, :, None], "indices": ids,
+            "lse": args["lse"][None], "kv_stride": 1, "topk_length": None, "normalize": False, "per_head_block": False,
+        }
+    )  # fmt: skip
+    logits_off = logits.bound.masked_fill(logits.value == -torch.inf, 0)
+    losses, off, dlogits, dlogits_off, free = _loss(
+        logits.value, p.value[0, :, 0], None, args["row_weights"], logits_off, p.bound[0, :, 0]
+    )
+    anything = bool(free.any()) or any(bool(t.free.any()) for t in (logits, p) if t.free is not None)
+    overflow = torch.full((), anything, device=q.device)
+    loss, loss_off = losses.sum(), off.sum() + SUM_OF_PRODUCTS * losses.abs().sum()
+    expected = [Expected("loss", loss, loss_off, loss_off, None, overflow, torch.ones_like(overflow))]
+    if not gradients:
+        return [*expected, *(Expected(n, q.new_empty(0), q.new_empty(0), q.new_empty(0), None) for n in _NAMES)]
+    rest = _dense_gradients({**index, "dlogits": dlogits}, dlogits_off)
+    for grad in rest:
+        grad.free = overflow | (grad.free if grad.free is not None else overflow)
+    return [*expected, *rest]
+
+
+_NAMES = ("dq", "dk", "dweights")

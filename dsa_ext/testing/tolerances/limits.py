@@ -1,0 +1,203 @@
+"""Every tolerance, each once, and how a result is held against them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Of bf16 results and of gradients: see similarity_error. The rounding of a bf16 result alone makes about 2e-6.
+SIMILARITY = 7e-6
+#: Of fp32 results, and of results of e4m3 inputs: tensor cores add such products up with 13 bits.
+FP32_SIMILARITY, FP8_SIMILARITY = 1e-7, 5e-6
+#: Of each element of a bf16 output of attention, as a fraction of sum_i p_i |v_i|: the rounding of P and of the result.
+ELEMENTWISE = 2.0**-7
+#: Of each element that is rounded to bf16 once, as a fraction of itself.
+BF16_ROUNDING = 2.0**-8
+#: Of each element of a gradient, as a fraction of the largest magnitude of its row.
+GRADIENT_ELEMENTWISE = 0.04
+#: Of each element of an fp32 result, as a fraction of the terms that do not cancel in it; what may cancel adds noise.
+FP32_ELEMENTWISE = 1e-5
+#: Of lse: max(LSE_ABSOLUTE, LSE_RELATIVE |lse|), plus FP32_RESOLUTION * |sm_scale| * max_i sum_d |q_d k_id| over the
+#: row's visible keys: one unit in the last place of the largest value that a partial sum of q.k can take. It matters
+#: where products cancel to an lse near zero, in rows with a few visible keys, and where magnitudes are large. Tensor
+#: cores truncate each partial sum, so that its rounding errors add up in one direction, beyond LSE_ABSOLUTE; rounding
+#: to nearest would stay below.
+LSE_ABSOLUTE, LSE_RELATIVE = 1e-6, 3e-5
+FP32_RESOLUTION = 2.0**-23
+#: What a sum of bf16 products in fp32, or of e4m3 products on tensor cores, may be off, as a fraction of the sum of
+#: their magnitudes: some units in the last place, since each partial sum is truncated.
+SUM_OF_PRODUCTS, SUM_OF_FP8_PRODUCTS = 8 * FP32_RESOLUTION, 2.0**-11
+#: fp32 numbers below the smallest normal one may become 0, in each of a few steps.
+TINY = 4 * torch.finfo(torch.float32).tiny
+#: Magnitudes from which on fp32 and bf16 may overflow in some order of operations: nothing is asked of what has them.
+HUGE = 1e37
+SIMILARITY_NAME = "similarity error"
+#: Roundings to bf16 of fewer numbers do not average out: these are judged one by one alone.
+FEW = 64
+
+
+def similarity_error(a: Tensor, b: Tensor) -> float:
+    """1 - 2 <a, b> / (|a|^2 + |b|^2) in float64: 0 for equal tensors, sensitive to direction and to scale."""
+    a, b = a.double(), b.double()
+    norms = (a * a).sum() + (b * b).sum()
+    return 0.0 if norms == 0 else float((a - b).square().sum() / norms)
+
+
+@dataclass
+class Expected:
+    """One result in float64, and how far the operator's may be from it.
+
+    The similarity is judged over those rows, of the last dimension, in which `noise`, which no implementation in fp32
+    can avoid, makes less than half of its limit: rows of terms that cancel, or of scores that fp32 does not resolve,
+    are judged by their elements alone.
+    """
+
+    name: str
+    value: Tensor
+    bound: Tensor  # of each element's |error|; inf where any finite number will do
+    noise: Tensor  # the part of `bound` that similarity has to bear, as a root mean square
+    similarity: float | None = SIMILARITY
+    free: Tensor | None = None  # where fp32 may overflow: anything will do
+    loose: Tensor | None = None  # where what is not finite may be NaN or either infinity
+
+
+@dataclass
+class Measure:
+    """Of one result, one error and its limit."""
+
+    result: str
+    name: str
+    value: float
+    limit: float
+
+    @property
+    def fraction(self) -> float:
+        """Of the limit; more than 1 is wrong."""
+        return self.value / self.limit if self.limit else (0.0 if self.value == 0 else float("inf"))
+
+    def __str__(self) -> str:
+        return f"{self.result}: {self.name} {self.value:.3g}, limit {self.limit:.3g}"
+
+
+def measures(result: Tensor, expected: Expected) -> list[Measure]:
+    name, value = expected.name, expected.value
+    if result.shape != value.shape:
+        raise AssertionError(f"{name} has shape {list(result.shape)} instead of {list(value.shape)}")
+    got = result.double()
+    judged = torch.ones_like(value, dtype=torch.bool) if expected.free is None else ~expected.free.expand_as(value)
+    found = [
+        Measure(name, "elements with the wrong one of finite, -inf, inf and NaN", _wrong(got, expected, judged), 0)
+    ]
+
+    finite = judged & value.isfinite() & got.isfinite()
+    error = torch.where(finite, got - value, 0).abs()
+    bound = torch.where(finite, expected.bound.expand_as(value), torch.inf)
+    over = torch.where(error == 0, 0, error / bound).nan_to_num(nan=torch.inf)
+    found.append(Measure(name, "largest error of an element over its bound", _largest(over), 1))
+    if expected.similarity is not None:
+        a, b, noise = (
+            torch.where(finite, t, 0).reshape(-1, t.shape[-1] if t.dim() else 1)
+            for t in (got, value, expected.noise.expand_as(value))
+        )
+        counts = noise.square().sum(-1) <= expected.similarity / 2 * b.square().sum(-1)
+        if int(counts.sum()) * a.shape[1] >= FEW:
+            found.append(Measure(name, SIMILARITY_NAME, similarity_error(a[counts], b[counts]), expected.similarity))
+    return found
+
+
+def _wrong(got: Tensor, expected: Expected, judged: Tensor) -> float:
+    """How many elements are not of the right kind."""
+    value = expected.value
+    wrong = _kinds(got) != _kinds(value)
+    if expected.loose is not None:
+        wrong &= ~(expected.loose.expand_as(value) & ~got.isfinite() & ~value.isfinite())
+    return float((wrong & judged).sum())
+
+
+def _kinds(x: Tensor) -> Tensor:
+    return x.nan_to_num(nan=2, posinf=1, neginf=-1).masked_fill(x.isfinite(), 0)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The same memory as integers, which tell -0.0 from 0.0 and equal NaN."""
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def exact_measures(names: Sequence[str], got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[Measure]:
+    """Of results that have to be the same bits. Every NaN counts as one."""
+    found = []
+    for name, a, b in zip(names, got, expected, strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise AssertionError(f"{name}: {a.dtype} {list(a.shape)} instead of {b.dtype} {list(b.shape)}")
+        b = b.to(a.device)
+        differs = bits(a.contiguous()) != bits(b.contiguous())
+        if a.dtype.is_floating_point:
+            differs &= ~(a.float().isnan() & b.float().isnan())
+        found.append(Measure(name, "elements of other bits", float(differs.sum()), 0))
+    return found
+
+
+@dataclass
+class Errors:
+    """Of one call of an operator."""
+
+    op: str
+    measures: list[Measure]
+
+    @property
+    def similarity(self) -> float:
+        """The largest of all results; 0 where none is judged."""
+        return max((measure.value for measure in self.measures if measure.name == SIMILARITY_NAME), default=0.0)
+
+    def check(self) -> dict[str, float]:
+        """Each measure as a fraction of its limit; fails where one is beyond it."""
+        beyond = [measure for measure in self.measures if not measure.fraction <= 1]
+        if beyond:
+            raise AssertionError(f"beyond the tolerances of {self.op}: {'; '.join(map(str, beyond))}")
+        return {f"{measure.result}: {measure.name}": measure.fraction for measure in self.measures}
+
+
+def wide(args: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with every floating-point tensor in float64."""
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in args.items()
+    }
+
+
+def gradient(
+    name: str, value: Tensor, noise: Tensor, squares: Tensor, free: Tensor | None = None, few_rows: bool = False
+) -> Expected:
+    """A gradient whose terms are rounded to bf16 before they are summed, `squares` being the sums of their squares.
+
+    Elements are held to GRADIENT_ELEMENTWISE of their row's largest one, or of the whole tensor's with `few_rows`.
+    """
+    rounding = BF16_ROUNDING / 2 * squares.sqrt()
+    magnitude = value.abs().nan_to_num(0, 0, 0)
+    largest = magnitude.amax() if few_rows and value.numel() else _row_largest(magnitude)
+    return Expected(
+        name,
+        value,
+        bound=GRADIENT_ELEMENTWISE * largest + BF16_ROUNDING * value.abs() + 4 * rounding + noise + TINY,
+        noise=(noise.square() + rounding.square() / 3).sqrt() + TINY,
+        free=overflows(value, noise) if free is None else free | overflows(value, noise),
+        loose=torch.ones_like(value, dtype=torch.bool),
+    )
+
+
+def overflows(*magnitudes: Tensor) -> Tensor:
+    """Where fp32 may overflow although all inputs are finite."""
+    result = torch.zeros_like(magnitudes[0], dtype=torch.bool)
+    for magnitude in magnitudes:
+        result = result | (magnitude.isfinite() & (magnitude.abs() > HUGE))
+    return result
+
+
+def _row_largest(magnitude: Tensor) -> Tensor:
+    return magnitude.amax(-1, keepdim=True) if magnitude.shape[-1] else magnitude
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
