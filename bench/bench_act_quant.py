@@ -63,7 +63,7 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
         copy_ms = measure_ms(lambda: target.copy_(source))
     peer = None
     if spec.name in PEERS:
-        peer = ("TileLang", peer_figure("act_quant_fp8", f"tilelang_{spec.name}", "us") / 1e3)
+        peer = peer_figure(OP, "tilelang", spec.name)
     shape = {"M": spec.rows, "N": spec.columns}
     versus = time_versus(ms, "copy", {"copy": copy_ms})
     return make_case(spec.name, spec.group, shape, ms, peer=peer, tbps=round(moved / ms / 1e9, 3), **versus)

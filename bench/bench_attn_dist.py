@@ -71,7 +71,8 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     rows = torch.linspace(0, SEQ - 1, CHECKED_QUERIES, device="cuda").long()
     error = check_dist(dist[:, rows], q[:, rows], kv, indices[:, rows], lse[:, rows], **options)
     ms = measure_ms(lambda: dsa_ext.attn_dist(q, kv, indices, lse, **options))
-    peer = peer_figure(OP, f"cudnn_frontend_h{spec.heads}_tflops", str(spec.s_kv)) if spec.has_peer else None
+    flop = 2 * SEQ * TOPK * spec.heads * D_QK
+    peer = peer_figure(OP, f"cudnn_frontend_h{spec.heads}_random", str(spec.s_kv), flop) if spec.has_peer else None
     return make_case(
         spec.name,
         spec.group,
@@ -87,8 +88,8 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
             "normalize": spec.normalize,
         },
         ms,
-        tflops=2 * SEQ * TOPK * spec.heads * D_QK / ms / 1e9,
-        peer=("cuDNN frontend", peer) if peer else None,
+        tflops=flop / ms / 1e9,
+        peer=peer,
         err={"similarity": error},
         **time_versus(ms, spec.compare_to, times),
     )

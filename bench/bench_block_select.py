@@ -1,16 +1,18 @@
-"""Times dsa::block_select beside PyTorch's sort or topk of the same scores; writes its results file and plot.
+"""Times dsa::block_select beside PyTorch's sort or topk of the same scores, plain and compiled; writes its results.
 
 The peers order the scores and no more: they neither count what is kept nor list it by id. Scores are probabilities of a
 coarse attention of 12 heads. Some rows of every case are compared with the reference's before it is timed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import Case, drawing, grouped_bars, make_case, measure_ms, run
+from common import Case, drawing, grouped_bars, make_case, measure_ms, measure_peers, pytorch_peers, run
+from torch import Tensor
 
 import dsa_ext
 
@@ -54,18 +56,26 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     expected = dsa_ext.block_select(scores[:, :, some].cpu(), spec.mode, **spec.options())
     torch.testing.assert_close((index[:, :, some].cpu(), num[:, :, some].cpu()), expected, rtol=0, atol=0)
 
-    peers: dict[str, Callable[[], object]] = {
-        "torch.sort": lambda: torch.sort(scores, descending=True, stable=True),
-        "torch.topk": lambda: torch.topk(scores, spec.blocks // 4),
-    }
-    peer = "torch.topk" if spec.mode == "topk" else "torch.sort"
+    def ordered(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = x.topk(spec.blocks // 4) if spec.mode == "topk" else x.sort(descending=True, stable=True)
+        return values, ids
+
+    name = "torch.topk" if spec.mode == "topk" else "torch.sort"
+    peers = {name: partial(call, scores) for name, call in pytorch_peers(name, ordered).items()}
+    for call in peers.values():
+        values, ids = call()
+        assert torch.equal(values, scores.gather(-1, ids))
+        assert torch.equal(values, scores.sort(descending=True).values[..., : values.shape[-1]])
+    ms = measure_ms(lambda: dsa_ext.block_select(scores, spec.mode, **spec.options()))
+    peer, peers_ms = measure_peers(peers)
     return make_case(
         spec.name,
         spec.group,
         {"B": 1, "H": HEADS, "Mq": spec.q_blocks, "Mkv": spec.blocks, "mode": spec.mode},
-        measure_ms(lambda: dsa_ext.block_select(scores, spec.mode, **spec.options())),
-        peer=(peer, round(measure_ms(peers[peer]), 6)),
+        ms,
+        peer=peer,
         err={"differing_rows": 0},
+        peers_ms=peers_ms,
     )
 
 

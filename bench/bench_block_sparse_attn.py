@@ -53,13 +53,13 @@ def self_attention() -> Iterator[tuple[int, int]]:
 def specs() -> Iterator[Spec]:
     for tokens, sparsity in self_attention():
         has_peer = tokens in (23296, 32768) and sparsity != 99
-        peer = ("fwd_ms", f"{tokens}_{sparsity}pct") if has_peer else None
+        peer = ("fwd", f"{tokens}_{sparsity}pct") if has_peer else None
         yield Spec(f"{tokens} tokens", f"n{tokens}_{sparsity}", tokens, tokens, sparsity, peer)
     for sparsity in (90, 50):
         name = f"n23296_{sparsity}"
         yield Spec("Blocks of 32 to 64 keys", f"{name}_sizes", 23296, 23296, sparsity, sizes=True, compare_to=name)
     for sparsity in (99, 90, 50, 1):
-        peer = ("decode_64q_23296kv_ms", f"{sparsity}pct") if sparsity != 99 else None
+        peer = ("decode_64q_23296kv", f"{sparsity}pct") if sparsity != 99 else None
         yield Spec("One block of queries", f"decode_23296_{sparsity}", BLOCK, 23296, sparsity, peer)
 
 
@@ -98,11 +98,7 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     assert error <= SIMILARITY, error
 
     ms = measure_ms(lambda: torch.ops.dsa.block_sparse_attn_fwd(q, k, v, index, number, sizes))
-    tflops = 2 * products(index) / ms / 1e9
-    peer = None
-    if spec.peer:
-        peer_ms = peer_figure("block_sparse_attention", *spec.peer)
-        peer = ("cuDNN frontend", round(tflops * ms / peer_ms, 2))
+    flop = 2 * products(index)
     return make_case(
         spec.name,
         spec.group,
@@ -116,8 +112,8 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
             "sizes": spec.sizes,
         },
         ms,
-        tflops=tflops,
-        peer=peer,
+        tflops=flop / ms / 1e9,
+        peer=peer_figure("block_sparse_attention", *spec.peer, flop) if spec.peer else None,
         err={"similarity": error},
         **time_versus(ms, spec.compare_to, times),
     )

@@ -1,16 +1,27 @@
-"""Times dsa::coarse_attn_fwd beside what makes the same of PyTorch; writes its results file and plot.
+"""Times dsa::coarse_attn_fwd beside plain and compiled PyTorch; writes its results file and plot.
 
 12 heads of 128 columns, bf16. The peer is scaled_dot_product_attention for the output, and a matmul, softmax and mean
 for the scores, in bf16. TFLOP/s count 4 * 128 for each query and key, though the kernel computes 6 * 128. A head of
-every case is checked against the reference in float64 before it is timed.
+every case is checked against the reference in float64 before it is timed, and the peers' results against ours.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from common import Case, drawing, grouped_bars, make_case, measure_ms, run
+from common import (
+    PEER_SIMILARITY,
+    Case,
+    drawing,
+    grouped_bars,
+    make_case,
+    measure_ms,
+    measure_peers,
+    pytorch_peers,
+    run,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -57,17 +68,22 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     assert error <= SIMILARITY, error
     torch.testing.assert_close(scores[:, :1].double(), expected_scores, rtol=1e-4, atol=1e-8)
 
+    peers = {name: partial(call, q, k, v) for name, call in pytorch_peers("PyTorch", with_pytorch).items()}
+    for peer in peers.values():
+        errors = [similarity_error(a, b) for a, b in zip(peer(), (out, scores), strict=True)]
+        assert max(errors) <= PEER_SIMILARITY, errors
     ms = measure_ms(lambda: torch.ops.dsa.coarse_attn_fwd(q, k, v))
-    tflops = 4 * HEADS * spec.queries * spec.keys * COLUMNS / ms / 1e9
-    peer_ms = measure_ms(lambda: with_pytorch(q, k, v))
+    (peer_name, peer_ms), peers_ms = measure_peers(peers)
+    flop = 4 * HEADS * spec.queries * spec.keys * COLUMNS
     return make_case(
         spec.name,
         spec.group,
         {"B": 1, "H": HEADS, "Nq": spec.queries, "Nkv": spec.keys, "D": COLUMNS},
         ms,
-        tflops=tflops,
-        peer=("PyTorch", round(tflops * ms / peer_ms, 2)),
+        tflops=flop / ms / 1e9,
+        peer=(peer_name, round(flop / peer_ms / 1e9, 2)),
         err={"similarity": error},
+        peers_ms=peers_ms,
     )
 
 

@@ -20,6 +20,7 @@ from dsa_ext.reference.fp8 import dequantize
 from dsa_ext.testing.tolerances import similarity_error
 
 OP = "fp8_gemm"
+OPERATORS = ["fp8_gemm", "act_quant"]
 MANY = ((7168, 16384), (4096, 7168), (2112, 7168), (7168, 2048), (24576, 1536))
 FEW = (7168, 16384)
 
@@ -114,4 +115,4 @@ def plot(cases: list[Case], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(OP, __doc__, specs(), measure, plot)
+    run(OP, __doc__, specs(), measure, plot, operators=OPERATORS)

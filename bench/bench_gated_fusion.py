@@ -1,22 +1,36 @@
-"""Times dsa::gated_fusion_fwd and its gradients beside plain PyTorch; writes its results file and plot.
+"""Times dsa_ext.gated_fusion and its backward beside plain and compiled PyTorch; writes its results file and plot.
 
 12 heads of 128 columns, bf16, as a module has them: [B, N, H, D] in memory, the gate a transposed view of [B, N, H].
-TB/s count what is read and written once each. Every case is checked against the reference in float64 before it is
-timed.
+Backwards go through autograd, ours like the peers'. TB/s count what is read and written once each. Ours and the peers
+are checked against the reference in float64 before they are timed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from common import Case, drawing, grouped_bars, make_case, measure_ms, run
+from common import (
+    PEER_SIMILARITY,
+    Case,
+    drawing,
+    grouped_bars,
+    make_case,
+    measure_ms,
+    measure_peers,
+    pytorch_peers,
+    run,
+)
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
+import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 
 OP = "gated_fusion"
+OPERATORS = ["gated_fusion_fwd", "gated_fusion_bwd"]
 HEADS, COLUMNS = 12, 128
 
 
@@ -41,6 +55,14 @@ def plain(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
     return share * fine + (1 - share) * coarse
 
 
+def backward_of(forward: Callable[..., Tensor], leaves: tuple[Tensor, ...], dout: Tensor) -> Callable[[], object]:
+    """The backward alone, which can be repeated."""
+    with functorch_config.patch(donated_buffer=False):  # else compiled ones cannot
+        out = forward(*leaves)
+        torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
 def measure(spec: Spec, _times: dict[str, float]) -> Case:
     generator = torch.Generator("cuda").manual_seed(1)
     shape = (1, spec.tokens, HEADS, COLUMNS)
@@ -49,18 +71,25 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     leaves = tuple(t.detach().requires_grad_() for t in args)
     some = slice(None, None, 97)
     exact = [t[:, :, some].double() for t in args]
+    expected: tuple[Tensor, ...] = (reference.gated_fusion_fwd(*exact),)
     if spec.backward:
         expected = reference.gated_fusion_bwd(dout[:, :, some].double(), *exact)
-        got = torch.ops.dsa.gated_fusion_bwd(dout, *args)
-        out = plain(*leaves)
-        ms = measure_ms(lambda: torch.ops.dsa.gated_fusion_bwd(dout, *args))
-        peer_ms = measure_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
-    else:
-        expected, got = (reference.gated_fusion_fwd(*exact),), (torch.ops.dsa.gated_fusion_fwd(*args),)
-        ms = measure_ms(lambda: torch.ops.dsa.gated_fusion_fwd(*args))
-        peer_ms = measure_ms(lambda: plain(*args))
-    error = max(similarity_error(a[:, :, some], b) for a, b in zip(got, expected, strict=True))
+
+    def call_of(forward: Callable[..., Tensor]) -> Callable[[], object]:
+        return backward_of(forward, leaves, dout) if spec.backward else partial(forward, *args)
+
+    def error_of(call: Callable[[], object]) -> float:
+        got = call()
+        got = got if isinstance(got, tuple) else (got,)
+        return max(similarity_error(a[:, :, some], b) for a, b in zip(got, expected, strict=True))
+
+    ours = call_of(dsa_ext.gated_fusion)
+    peers = {name: call_of(forward) for name, forward in pytorch_peers("PyTorch", plain).items()}
+    error = error_of(ours)
     assert error <= SIMILARITY, error
+    assert max(map(error_of, peers.values())) <= PEER_SIMILARITY
+    ms = measure_ms(ours)
+    peer, peers_ms = measure_peers(peers)
     tensors = 5 if spec.backward else 3
     moved = tensors * branches[0].nbytes + (2 if spec.backward else 1) * args[2].nbytes
     return make_case(
@@ -68,9 +97,10 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
         spec.group,
         {"B": 1, "H": HEADS, "N": spec.tokens, "D": COLUMNS},
         ms,
-        peer=("PyTorch", round(peer_ms, 6)),
+        peer=peer,
         err={"similarity": error},
         tbps=round(moved / ms / 1e9, 3),
+        peers_ms=peers_ms,
     )
 
 
@@ -83,4 +113,4 @@ def plot(cases: list[Case], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(OP, __doc__, specs(), measure, plot)
+    run(OP, __doc__, specs(), measure, plot, operators=OPERATORS)

@@ -64,7 +64,7 @@ class Selection:
     columns: int
     dtype: torch.dtype = torch.float32
     kind: str = "normal"  # or ascending, or logits: those of the indexer
-    peer: tuple[str, str] | None = None  # its name, here and in peers_h200.json
+    peer: str | None = None  # the name of its figures in peers_h200.json
 
     def args(self) -> dict[str, Any]:
         args = {"R": self.rows, "C": self.columns, "K": TOPK, "dtype": dtype_name(self.dtype)}
@@ -104,10 +104,10 @@ def logits_specs() -> Iterator[Scoring]:
 
 def select_specs() -> Iterator[Selection]:
     group = "fp32"
-    yield Selection(group, "4096x8192", 4096, 8192, peer=("SGLang v1 (inexact)", "sglang_v1"))
+    yield Selection(group, "4096x8192", 4096, 8192, peer="sglang_v1")
     for columns in (16384, 32768, 65536, 131072):
-        yield Selection(group, f"4096x{columns}", 4096, columns, peer=("SGLang v2", "sglang_v2"))
-    yield Selection(group, "64x32768", 64, 32768, peer=("TileLang", "tilelang"))
+        yield Selection(group, f"4096x{columns}", 4096, columns, peer="sglang_v2")
+    yield Selection(group, "64x32768", 64, 32768, peer="tilelang")
     for columns in (131072, 1048576):
         yield Selection(group, f"1x{columns}", 1, columns)
     group = "Other logits"
@@ -127,9 +127,8 @@ def topk_specs() -> Iterator[Scoring]:
 def peer_tflops(heads: int, s_kv: int) -> tuple[str, float]:
     """The best figure of that shape."""
     if (heads, s_kv) == (32, 4096):
-        return "DeepGEMM", peer_figure("indexer_logits", "deepgemm_h32_tflops", "4096")
-    key = f"deepgemm_h{heads}_full_rate_relu_tflops"
-    return "DeepGEMM, patched", peer_figure("indexer_logits", key, str(s_kv))
+        return peer_figure("indexer_logits", "deepgemm_h32", "4096")
+    return peer_figure("indexer_logits", f"deepgemm_patched_h{heads}", str(s_kv))
 
 
 def flops_of(spec: Scoring, inputs: IndexerInputs) -> int:
@@ -174,7 +173,7 @@ def measure_select(spec: Selection, _times: dict[str, float]) -> Case:
         spec.group,
         spec.args(),
         ms,
-        peer=(spec.peer[0], peer_figure("topk_select", shape, spec.peer[1]) / 1e3) if spec.peer else None,
+        peer=peer_figure("topk_select", spec.peer, shape) if spec.peer else None,
         err={"differing_rows": 0},
         tbps=round(int((ends - starts).sum()) * logits.element_size() / ms / 1e9, 3),
         time_vs={"torch.topk": round(ms / torch_ms, 3)},
@@ -195,9 +194,9 @@ def measure_topk(spec: Scoring, _times: dict[str, float]) -> Case:
     check_selected((indices[rows], values[rows]), expected)
     peer = None
     if spec.has_peer:
-        selecting_us = peer_figure("topk_select", f"{spec.seq}x{spec.s_kv}", "sglang_v2")
+        _, selecting_ms = peer_figure("topk_select", "sglang_v2", f"{spec.seq}x{spec.s_kv}")
         scoring_ms = flops_of(spec, i) / peer_tflops(spec.heads, spec.s_kv)[1] / 1e9
-        peer = ("DeepGEMM + SGLang v2", round(scoring_ms + selecting_us / 1e3, 4))
+        peer = ("DeepGEMM + SGLang v2", round(scoring_ms + selecting_ms, 4))
     return make_case(
         spec.name,
         spec.group,

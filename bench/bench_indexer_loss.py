@@ -1,12 +1,13 @@
-"""Times dsa::indexer_loss beside plain PyTorch; writes its results file and plot.
+"""Times dsa::indexer_loss; with autograd around it, beside plain and compiled PyTorch; writes its results and plot.
 
-Every case is checked against the reference in float64 before it is timed. TB/s count the scores, p and the gradient
-once each.
+Every case is checked against the reference in float64 before it is timed, and the peers' gradients against ours. TB/s
+count the scores, p and the gradient once each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import (
@@ -15,6 +16,8 @@ from common import (
     grouped_bars,
     make_case,
     measure_ms,
+    measure_peers,
+    pytorch_peers,
     run,
     time_versus,
 )
@@ -34,16 +37,14 @@ class Spec:
     group: str
     name: str
     slots: int
-    kind: str  # operator, autograd or pytorch
-    compare_to: str | None = None  # a case to divide this one's time by
+    compare_to: str | None = None  # the case without autograd, to divide this one's time by
 
 
 def specs() -> Iterator[Spec]:
     for slots in (2048, 8192, 32768):
         name = f"{ROWS}x{slots}"
-        yield Spec("Value and gradient", name, slots, "operator")
-        yield Spec("Mean and backward", f"{name}_autograd", slots, "autograd", compare_to=name)
-        yield Spec("Plain PyTorch", f"{name}_pytorch", slots, "pytorch", compare_to=f"{name}_autograd")
+        yield Spec("Value and gradient", name, slots)
+        yield Spec("Mean and backward", f"{name}_autograd", slots, compare_to=name)
 
 
 def plain(scores: Tensor, p: Tensor) -> Tensor:
@@ -60,31 +61,38 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     expected, gradient = reference.indexer_loss(scores[rows].double(), p[rows].double())
     torch.testing.assert_close(loss[rows].double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(dscores[rows].double(), gradient, rtol=1e-5, atol=1e-8)
-    leaf = scores.requires_grad_()
-    calls = {
-        "operator": lambda: torch.ops.dsa.indexer_loss(scores.detach(), p),
-        "autograd": lambda: torch.autograd.grad(dsa_ext.indexer_loss(leaf, p), leaf),
-        "pytorch": lambda: torch.autograd.grad(plain(leaf, p), leaf),
-    }
-    ms = measure_ms(calls[spec.kind])
+    if spec.compare_to is None:
+        ms = measure_ms(lambda: torch.ops.dsa.indexer_loss(scores, p))
+        others: dict[str, Any] = {}
+    else:
+        leaf = scores.detach().requires_grad_()
+
+        def step_of(mean: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+            return lambda: torch.autograd.grad(mean(leaf, p), leaf)
+
+        ours = step_of(dsa_ext.indexer_loss)
+        peers = {name: step_of(mean) for name, mean in pytorch_peers("PyTorch", plain).items()}
+        for step in (ours, *peers.values()):
+            torch.testing.assert_close(step()[0] * ROWS, dscores, rtol=1e-4, atol=1e-7)
+        ms = measure_ms(ours)
+        peer, peers_ms = measure_peers(peers)
+        others = {"peer": peer, "peers_ms": peers_ms}
     return make_case(
         spec.name,
         spec.group,
         {"R": ROWS, "K": spec.slots},
         ms,
         tbps=round(3 * 4 * ROWS * spec.slots / ms / 1e9, 3),
+        **others,
         **time_versus(ms, spec.compare_to, times),
     )
 
 
 def plot(cases: list[Case], path: Path) -> None:
     with drawing(path, 6) as axis:
-        by_group = {
-            group: [c["ms"] for c in cases if c["group"] == group] for group in ("Mean and backward", "Plain PyTorch")
-        }
-        labels = [f"K = {case['args']['K']}" for case in cases if case["group"] == "Plain PyTorch"]
-        series = {"dsa_ext": by_group["Mean and backward"], "PyTorch": by_group["Plain PyTorch"]}
-        grouped_bars(axis, labels, series)
+        shown = [case for case in cases if case["peer"]]
+        series = {"dsa_ext": [case["ms"] for case in shown], "PyTorch": [case["peer_value"] for case in shown]}
+        grouped_bars(axis, [f"K = {case['args']['K']}" for case in shown], series)
         axis.set(title=f"indexer_loss, mean and backward, {ROWS} rows", ylabel="ms")
 
 

@@ -14,9 +14,10 @@ from common import Case, drawing, grouped_bars, make_case, measure_ms, peer_figu
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.testing.tolerances import GRADIENT_SIMILARITY, similarity_error
+from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 
 OP = "mhc"
+OPERATORS = ["mhc_pre_fwd", "mhc_pre_bwd", "mhc_post", "mhc_post_bwd"]
 TOKENS, STREAMS = 4096, 4
 CALLS = ("pre_fwd", "pre_bwd", "post_fwd", "post_bwd")
 #: Rows of columns that each moves a token: of x's size, and of one stream's.
@@ -67,7 +68,7 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     got, expected = (t if isinstance(t, tuple) else (t,) for t in (got, expected))
     checked = 3 if spec.call == "post_bwd" else len(got)
     error = max(similarity_error(a, b) for a, b in zip(got[:checked], expected[:checked], strict=True))
-    assert error <= GRADIENT_SIMILARITY, error
+    assert error <= SIMILARITY, error
     del got, expected
     ms = measure_ms(lambda: call(*args))
     wide, narrow = MOVED[spec.call]
@@ -77,7 +78,7 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
         spec.group,
         {"B": 1, "S": TOKENS, "n": STREAMS, "D": spec.columns},
         ms,
-        peer=("TileKernels", peer_figure("mhc_us", spec.call, str(spec.columns)) / 1e3),
+        peer=peer_figure(OP, spec.call, str(spec.columns)),
         err={"similarity": error},
         tbps=round(moved / ms / 1e9, 3),
     )
@@ -92,4 +93,4 @@ def plot(cases: list[Case], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(OP, __doc__, specs(), measure, plot)
+    run(OP, __doc__, specs(), measure, plot, operators=OPERATORS)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 from common import (
-    PEERS,
     Case,
     causal_indices,
     drawing,
     grouped_bars,
     make_case,
     measure_ms,
+    peer_figure,
     run,
     time_versus,
 )
@@ -20,12 +20,10 @@ from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.testing.inputs import make_inputs
-from dsa_ext.testing.tolerances import GRADIENT_SIMILARITY, similarity_error
+from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 
 OP = "sparse_mla_bwd"
 D_V = 512
-#: Where the peer's figure stands in its list: for ids in random order, and ascending.
-ORDERS = {"random": 0, "ascending": 2}
 FWD, BWD = torch.ops.dsa.sparse_mla_fwd, torch.ops.dsa.sparse_mla_bwd
 
 
@@ -59,13 +57,13 @@ def specs() -> Iterator[Spec]:
         yield Spec("Other shapes", f"h{heads}_skv8192_d512", heads, d_qk=512)
         yield Spec("Other shapes", f"h{heads}_prefill_s8192", heads, seq=8192, prefill=True)
         yield Spec("Other shapes", f"h{heads}_skv32768_s512", heads, 32768, seq=512)
-    yield Spec("Other shapes", "h16_skv8192", 16, compare_to="h64_skv8192")
+    yield Spec("Other shapes", "h16_skv8192", 16, has_peer=True, compare_to="h64_skv8192")
     yield Spec("Plain PyTorch", "pytorch_reference_h64_skv8192", 64, compare_to="h64_skv8192", is_reference=True)
 
 
 def errors_of(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> dict[str, float]:
     errors = {name: similarity_error(a, b) for name, a, b in zip(("dq", "dkv"), got, expected, strict=False)}
-    if not max(errors.values()) <= GRADIENT_SIMILARITY:
+    if not max(errors.values()) <= SIMILARITY:
         raise AssertionError(f"{OP} is wrong: {errors}")
     return {"similarity": max(errors.values()), **errors}
 
@@ -92,18 +90,17 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     errors = errors_of(ours(), in_pytorch())
     ms = measure_ms(in_pytorch if spec.is_reference else ours)
     visible = int((indices >= 0).sum())
-    tflops = 2 * spec.heads * visible * (3 * spec.d_qk + 2 * D_V) / ms / 1e9
+    flop = 2 * spec.heads * visible * (3 * spec.d_qk + 2 * D_V)
     peer = None
     if spec.has_peer:
-        figures = PEERS[OP]["cudnn_frontend_back_to_back_tflops"][f"h{spec.heads}"][str(spec.s_kv)]
-        peer = ("cuDNN frontend", float(figures[ORDERS[spec.ids]]))
+        peer = peer_figure(OP, f"cudnn_frontend_h{spec.heads}_{spec.ids}", str(spec.s_kv), flop)
     args = {"B": 1, "S": spec.seq, "S_kv": spec.s_kv, "H": spec.heads, "G": 1, "K": spec.topk, "d_qk": spec.d_qk}
     return make_case(
         spec.name,
         spec.group,
         args | {"d_v": D_V, "causal": spec.prefill, "ids": spec.ids, "deterministic": spec.deterministic},
         ms,
-        tflops=tflops,
+        tflops=flop / ms / 1e9,
         peer=peer,
         err=errors,
         **time_versus(ms, spec.compare_to, times),

@@ -51,7 +51,7 @@ class Spec:
     d_qk: int = 576
     topk: int = 2048
     prefill: bool = False
-    peer: tuple[str, str, str] | None = None  # its name, and where its TFLOP/s stand in peers_h200.json
+    peer: tuple[str, str] | None = None  # where its figure stands in peers_h200.json
     compare_to: str | None = None  # a case to divide this one's time by
     baseline: Callable[[Inputs], Tensor] | None = None
 
@@ -81,9 +81,9 @@ def gather_and_sdpa(inputs: Inputs) -> Tensor:
 def specs() -> Iterator[Spec]:
     for heads in (128, 64):
         for s_kv in (8192, 32768, 131072):
-            peer = ("FlashMLA", f"flashmla_do_bench_h{heads}_tflops", str(s_kv))
+            peer = (f"flashmla_h{heads}", str(s_kv))
             yield Spec("Throughput", f"h{heads}_skv{s_kv}", heads, s_kv, peer=peer)
-        peer = ("FlashMLA, rested", "flashmla_s512_skv32768_tflops", f"h{heads}")
+        peer = ("flashmla_s512_skv32768_rested", f"h{heads}")
         yield Spec("Throughput", f"h{heads}_skv32768_s512", heads, 32768, seq=512, peer=peer)
     for heads in (128, 64):
         yield Spec("Other shapes", f"h{heads}_skv8192_d512", heads, d_qk=512)
@@ -114,8 +114,7 @@ def checked_errors(inputs: Inputs, causal: bool) -> dict[str, float]:
     rows = torch.linspace(0, seq - 1, min(CHECKED_QUERIES, seq), device="cuda").long()
     indices = inputs.indices[:, rows]  # prefill rows list no key after their query: causal or not is the same
     errors = forward_errors(out[:, rows], lse[:, rows], inputs.q[:, rows], inputs.kv, indices, causal=False)
-    errors.check()
-    return {"similarity": errors.similarity, "elementwise": errors.elementwise, "lse_over_tolerance": errors.lse}
+    return {"similarity": errors.similarity, **errors.check()}
 
 
 def placements(inputs: Inputs) -> Iterator[Inputs]:
@@ -144,7 +143,7 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
         args | {"d_v": D_V, "causal": spec.prefill, "ids": "ascending" if spec.prefill else "random"},
         ms,
         tflops=tflops,
-        peer=(spec.peer[0], peer_figure(OP, *spec.peer[1:])) if spec.peer else None,
+        peer=peer_figure(OP, *spec.peer) if spec.peer else None,
         err=errors,
         **time_versus(ms, spec.compare_to, times),
     )

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stale import RESULTS, Kernels
 from torch import Tensor
 
 from dsa_ext.testing.progress import Progress
 from dsa_ext.testing.timing import time_ms
 
 BENCH = Path(__file__).resolve().parent
-RESULTS = BENCH / "results" / "h200"
 Case = dict[str, Any]
 PEERS: dict[str, Any] = json.loads((BENCH / "peers_h200.json").read_text())
+#: Between ours and a peer in PyTorch, which rounds to bf16 at other places: see similarity_error.
+PEER_SIMILARITY = 1e-4
 #: Colours of our bars, the best peer's, and the others'.
 COLOURS = ("#1f77b4", "#9aa5b1", "#d5b483")
 
@@ -92,10 +94,11 @@ def run(
     measure: Callable[[Any, dict[str, float]], Case],
     plot: Callable[[list[Case], Path], None],
     timer: str = TIMER,
+    operators: Sequence[str] = (),
 ) -> None:
-    """The main function of a benchmark whose module has the docstring `doc`."""
+    """The main function of a benchmark whose module has the docstring `doc`, of `op` or of several operators."""
     args = parse_arguments(doc)
-    report(op, measure_all(op, specs, measure, args.only), None if args.only else args.out, plot, timer)
+    report(op, measure_all(op, specs, measure, args.only), None if args.only else args.out, plot, timer, operators)
 
 
 def time_versus(ms: float, name: str | None, times: dict[str, float]) -> dict[str, Any]:
@@ -133,8 +136,26 @@ def measure_rotating_ms(call: Callable[[Any], object], inputs: Sequence[Any]) ->
     return sorted(times)[len(times) // 2]
 
 
-def peer_figure(op: str, key: str, case: str) -> float:
-    return float(PEERS[op][key][case])
+def peer_figure(op: str, key: str, case: str, flop: float | None = None) -> tuple[str, float]:
+    """A peer's name and figure: the TFLOP/s of a call of so many operations, or else milliseconds."""
+    figure = PEERS[op]["figures"][key]
+    value = float(figure["values"][case])
+    if figure["unit"] != "TFLOP/s":
+        ms = value / 1e3 if figure["unit"] == "us" else value
+        value = round(flop / ms / 1e9, 2) if flop else ms
+    return figure["peer"] + ", rested" * (figure["method"] == "rested"), value
+
+
+def pytorch_peers(name: str, function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """`function` of PyTorch as it is and by torch.compile, for the sizes of its first call alone."""
+    torch._dynamo.reset()  # else sizes that were others before become dynamic
+    return {name: function, f"{name}, compiled": torch.compile(function, fullgraph=True, dynamic=False)}
+
+
+def measure_peers(calls: dict[str, Callable[[], object]]) -> tuple[tuple[str, float], dict[str, float]]:
+    """The fastest with its milliseconds, and those of all: the field `peers_ms` of a case."""
+    times = {name: round(measure_ms(call), 6) for name, call in calls.items()}
+    return min(times.items(), key=lambda peer: peer[1]), times
 
 
 def csrc_sha256() -> str:
@@ -156,9 +177,10 @@ def machine() -> dict[str, str]:
     }
 
 
-def write_results(op: str, cases: Sequence[Case], folder: Path, timer: str) -> Path:
+def write_results(op: str, cases: Sequence[Case], folder: Path, timer: str, operators: Sequence[str]) -> Path:
     """Writes <op>.json: one line a case, so that a new measurement reads well in a diff."""
-    head = {"op": op, **machine(), "timer": timer, "csrc_sha256": csrc_sha256()}
+    hashes = {"csrc_sha256": csrc_sha256(), "kernels_sha256": Kernels().sha256(operators)}
+    head = {"op": op, **machine(), "timer": timer, "operators": operators, **hashes}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     rows = ",\n".join("  " + json.dumps(case) for case in cases)
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +202,12 @@ def causal_indices(seq: int, topk: int, generator: torch.Generator) -> Tensor:
 
 
 def report(
-    op: str, cases: Sequence[Case], folder: Path | None, plot: Callable[[Any, Path], None], timer: str = TIMER
+    op: str,
+    cases: Sequence[Case],
+    folder: Path | None,
+    plot: Callable[[Any, Path], None],
+    timer: str = TIMER,
+    operators: Sequence[str] = (),
 ) -> None:
     """Prints a line a case and, where there is a folder, writes the result file and the plot there."""
     units = {"tflops": "TFLOP/s", "tbps": "TB/s", "extra_mb": "MB"}
@@ -191,7 +218,7 @@ def report(
         versus = "".join(f"{value:8.3f} x time of {name}" for name, value in case.get("time_vs", {}).items())
         print(f"{case['name']:<36}{case['ms']:>11.4f} ms{rates}{ratio}{glue}{versus}")
     if folder is not None:
-        path = write_results(op, cases, folder, timer)
+        path = write_results(op, cases, folder, timer, operators or [op])
         plot(cases, path.with_suffix(".png"))
         print(f"wrote {path} and {path.with_suffix('.png').name}")
 

@@ -43,6 +43,15 @@ def given(key: str, form: Callable[[Any], str]) -> Callable[[Case], str]:
     return lambda case: form(case[key]) if key in case else ""
 
 
+def times_of(peers: dict[str, float]) -> str:
+    return ", ".join(f"{time(ms)} ({name})" for name, ms in peers.items())
+
+
+def slower_peers(case: Case) -> str:
+    """Those that were measured too, while the ratio is to the fastest."""
+    return times_of({name: ms for name, ms in case.get("peers_ms", {}).items() if name != case["peer"]})
+
+
 def versus(case: Case) -> str:
     return ", ".join(f"{value:.2f} x `{name}`" for name, value in case.get("time_vs", {}).items())
 
@@ -60,6 +69,8 @@ COLUMNS: dict[str, Callable[[Case], str]] = {
     "peer's TFLOP/s": lambda case: peer(case, f"{case['peer_value']:.0f}") if case["peer"] and case["tflops"] else "",
     "peer's time": peer_time,
     "ratio": lambda case: f"**{case['ratio']:.2f}**" if case["ratio"] else "",
+    "slower peer": slower_peers,
+    "beside, how it was timed is not recorded": given("not_compared_ms", times_of),
     "time beside": versus,
     "memory beside results": given("extra_mb", "{:.0f} MB".format),
     "peak memory": given("peak_mb", gigabytes),
@@ -82,7 +93,7 @@ def block(op: str) -> str:
     result = json.loads(path.read_text())
     lines = [
         f"{result['gpu']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}; "
-        f"{result['timer']}; kernels `{result['csrc_sha256'][:12]}`.",
+        f"{result['timer']}; kernels `{result['kernels_sha256'][:12]}`.",
         "",
         f"![Speed of {op} beside its peers]({RESULTS}/{op}.png)",
     ]
