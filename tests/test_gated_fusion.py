@@ -170,9 +170,8 @@ def test_opcheck() -> None:
 
 def test_gradients_have_no_gradient() -> None:
     leaves = [t.requires_grad_() for t in make(dtype=torch.float32)]
-    assert not any(t.requires_grad for t in torch.ops.dsa.gated_fusion_bwd(leaves[0], *leaves))
     gradient = torch.autograd.grad(dsa_ext.gated_fusion(*leaves).square().sum(), leaves[0], create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="dsa::gated_fusion_bwd: second derivatives"):
         gradient.sum().backward()
 
 

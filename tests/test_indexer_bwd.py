@@ -104,27 +104,6 @@ def test_opcheck(op: str) -> None:
 
 
 @all_operators
-@pytest.mark.parametrize("given", [(), (False,), (True,)], ids=str)
-def test_the_switch_of_torch(op: str, given: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It implies the flag, whether that is given or not."""
-    seen = []
-    library = torch.library.Library("dsa", "IMPL")
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    args = tuple(t.to("meta") for t in arguments(op).values())
-
-    def implementation(*all_args: Any) -> tuple[Tensor, ...]:
-        seen.append(all_args[len(args) :])
-        return args[1], args[2], args[3]
-
-    library.impl(op, implementation, "Meta", allow_override=True)
-    try:
-        getattr(torch.ops.dsa, op)(*args, *given)
-    finally:
-        library._destroy()
-    assert seen == [(True,)]
-
-
-@all_operators
 def test_flop_formula(op: str) -> None:
     with FlopCounterMode(display=False) as counter:
         getattr(torch.ops.dsa, op)(*arguments(op).values())

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 _sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
 #: What calling the overload calls, one Python frame further down.
 _sparse_mla_fwd_direct: Callable[..., tuple[Tensor, Tensor]] = _sparse_mla_fwd._op
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 @overload
@@ -107,10 +109,15 @@ def sparse_mla(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     args = (q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink)
-    wants_grad = torch.is_grad_enabled() and (
-        q.requires_grad or kv.requires_grad or (attn_sink is not None and attn_sink.requires_grad)
-    )
-    if wants_grad or is_compiling():
+    if (
+        is_compiling()
+        or (
+            is_grad_enabled()
+            and (q.requires_grad or kv.requires_grad or (attn_sink is not None and attn_sink.requires_grad))
+        )
+        or forward_ad._current_level >= 0
+        or _transforms_active()
+    ):
         result: tuple[Tensor, Tensor] = _sparse_mla_fwd(*args)
     else:
         # The operator's autograd layer is Python: passing below it, and every frame less, is felt by the host.

@@ -1,14 +1,21 @@
-"""What the operators' files share: the torch.library fragment, the error of a missing kernel, and autograd's part."""
+"""What the operators' files share: the torch.library fragment, the error of a missing kernel, autograd's part, and what
+holds on every path to an operator: the deterministic switch and autocast."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from dsa_ext import _native
+from dsa_ext.ops._checks import fail
 
 #: Schemas are defined here, in Python, so that a pure-Python install has the operators too; the compiled library adds
 #: the CUDA implementations.
 library = torch.library.Library("dsa", "DEF")
+
+_AUTOCAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def explain_missing_cuda(op: str) -> None:
@@ -22,47 +29,127 @@ def explain_missing_cuda(op: str) -> None:
     library.impl(op, missing, "CUDA")
 
 
-def gradient_wanted(*args: Any) -> bool:
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-
-
 def use_autograd_function(op: str, function: type[torch.autograd.Function]) -> None:
     """Registers `function` as what `op` calls where a gradient is wanted: with the keys below autograd, and the
     arguments but for trailing ones that equal their defaults, which the dispatcher leaves out."""
+    # torch.library.register_autograd does the same at more than twice the cost per call.
+    _above_devices(op, function.apply)
+
+
+def differentiable_once(op: str) -> None:
+    """Registers `op`, which computes gradients, so that an attempt to differentiate these is an error."""
     redispatch = getattr(torch.ops.dsa, op).default.redispatch
 
-    def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        keyset = keyset & torch._C._after_autograd_keyset
-        if gradient_wanted(*args):
-            return function.apply(keyset, *args)
-        return redispatch(keyset, *args)
+    def with_gradient(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            gradients = redispatch(keyset, *args)
+        return not_differentiable_again(op, gradients, *args)
 
-    # torch.library.register_autograd does the same at more than twice the cost a call.
-    library.impl(op, autograd, "Autograd", with_keyset=True)
-
-
-def follow_deterministic_switch(op: str, defaults: tuple[Any, ...]) -> None:
-    """Makes torch.use_deterministic_algorithms imply `deterministic`, the last argument of `op`, whose results have no
-    gradients. `defaults` are those of the arguments that the dispatcher leaves out where they equal them."""
-    overload = getattr(torch.ops.dsa, op).default
-    required = len(overload._schema.arguments) - len(defaults)
-    redispatch = overload.redispatch
-
-    def above_devices(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if torch.are_deterministic_algorithms_enabled():
-            args = args + defaults[len(args) - required :]
-            args = (*args[:-1], True)
-        return redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-    library.impl(op, above_devices, "Autograd", with_keyset=True)
+    _above_devices(op, with_gradient)
 
 
 def without_gradient(op: str) -> None:
     """Registers `op` with autograd as one whose results never require a gradient."""
     redispatch = getattr(torch.ops.dsa, op).default.redispatch
 
-    def below_autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+    def with_gradient(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            return redispatch(keyset, *args)
 
-    library.impl(op, below_autograd, "Autograd", with_keyset=True)
+    _above_devices(op, with_gradient)
+
+
+def _above_devices(op: str, with_gradient: Callable[..., Any]) -> None:
+    """Registers with autograd what `op` calls where a gradient is wanted; nothing is in between elsewhere."""
+    redispatch = getattr(torch.ops.dsa, op).default.redispatch
+    any_requires_grad = torch._C._any_requires_grad
+    transforms_active = torch._C._are_functorch_transforms_active
+
+    def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        keyset = keyset & torch._C._after_autograd_keyset
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, args)
+        if torch.is_grad_enabled() and any_requires_grad(*args):
+            if transforms_active():
+                fail(op, "the gradient transforms of torch.func are not supported, use torch.autograd")
+            return with_gradient(keyset, *args)
+        return redispatch(keyset, *args)
+
+    library.impl(op, autograd, "Autograd", with_keyset=True)
+
+
+def _refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
+    for arg in args:
+        if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            fail(op, "forward-mode differentiation (jvp) is not supported")
+
+
+class _NotDifferentiableAgain(torch.autograd.Function):
+    """The first `count` tensors as they are, connected to all, whose gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, count: int, *tensors: Any) -> tuple[Tensor, ...]:
+        ctx.op = op
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        fail(
+            ctx.op,
+            "second derivatives (create_graph=True) are not supported",
+        )
+
+
+def not_differentiable_again(op: str, gradients: tuple[Tensor, ...], *sources: Any) -> tuple[Tensor, ...]:
+    """Gradients that depend on `sources`: where a graph of them is recorded, one that ends in an error."""
+    if not torch.is_grad_enabled():
+        return gradients
+    result: tuple[Tensor, ...] = _NotDifferentiableAgain.apply(op, len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
+    return result
+
+
+def follow_deterministic_switch(op: str) -> None:
+    """Makes torch.use_deterministic_algorithms imply `deterministic`, the last argument of `op`.
+
+    The switch is read where the dispatcher goes on to a device's implementation, which every call does in the end: by
+    another operator, under torch.inference_mode, out of a compiled graph.
+    """
+    overload = getattr(torch.ops.dsa, op).default
+    defaults = tuple(argument.default_value for argument in overload._schema.arguments)
+    redispatch = overload.redispatch
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+    def select(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if torch.are_deterministic_algorithms_enabled():
+            args = (*args, *defaults[len(args) :])
+            args = (*args[:-1], True)
+        return redispatch(keyset & below, *args)
+
+    library.impl(op, select, "BackendSelect", with_keyset=True)
+
+
+def follow_autocast(op: str, *names: str) -> None:
+    """Has torch.autocast cast the arguments `names` of `op` to its dtype, as it does for scaled_dot_product_attention.
+
+    Nothing within the operator is cast: fp32 arguments that it asks for stay, and the CPU implementation computes in
+    the precision that it promises.
+    """
+    overload = getattr(torch.ops.dsa, op).default
+    cast = {i for i, argument in enumerate(overload._schema.arguments) if argument.name in names}
+
+    def register(device: str, key: torch._C.DispatchKey) -> None:
+        keys = torch._C.DispatchKeySet(key)
+
+        def autocast(*args: Any) -> Any:
+            dtype = torch.get_autocast_dtype(device)
+            args = tuple(
+                arg.to(dtype) if i in cast and arg.device.type == device and arg.dtype in _AUTOCAST_DTYPES else arg
+                for i, arg in enumerate(args)
+            )
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return overload(*args)
+
+        library.impl(op, autocast, key.name)
+
+    register("cuda", torch._C.DispatchKey.AutocastCUDA)
+    register("cpu", torch._C.DispatchKey.AutocastCPU)

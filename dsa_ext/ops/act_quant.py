@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import describe, fail
-from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, without_gradient
 from dsa_ext.reference.fp8 import BLOCK
 
 _OP = "act_quant"
@@ -38,3 +38,4 @@ def _fake(x: Tensor, block: int = BLOCK, round_scale: bool = False) -> tuple[Ten
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 without_gradient(_OP)
+follow_autocast(_OP)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_tensor, fail
-from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, without_gradient
 from dsa_ext.reference.block_select import slots
 
 _OP = "block_select"
@@ -62,3 +62,4 @@ def _fake(
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 without_gradient(_OP)
+follow_autocast(_OP)

@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._block_sparse import check_inputs
-from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
 
 _OP = "block_sparse_attn_fwd"
 library.define(
@@ -71,7 +70,6 @@ class _Autograd(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             dout = torch.zeros_like(ctx.saved_tensors[3])
@@ -82,6 +80,7 @@ class _Autograd(torch.autograd.Function):
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 use_autograd_function(_OP, _Autograd)
+follow_autocast(_OP, "q", "k", "v")
 
 
 @register_flop_formula(torch.ops.dsa.block_sparse_attn_fwd)

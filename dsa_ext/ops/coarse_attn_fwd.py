@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._block_sparse import check_heads
-from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
 from dsa_ext.reference.block_sparse import blocks
 
 _OP = "coarse_attn_fwd"
@@ -55,7 +54,6 @@ class _Autograd(torch.autograd.Function):
         return out, lse, scores
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dscores: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -73,6 +71,7 @@ class _Autograd(torch.autograd.Function):
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 use_autograd_function(_OP, _Autograd)
+follow_autocast(_OP, "q", "k", "v")
 
 
 @register_flop_formula(torch.ops.dsa.coarse_attn_fwd)

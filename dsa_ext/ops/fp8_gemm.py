@@ -9,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor, describe, fail
-from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, without_gradient
 from dsa_ext.reference.fp8 import BLOCK
 
 _OP = "fp8_gemm"
@@ -78,6 +78,7 @@ library.impl(_OP, _cpu, "CPU")
 library.impl("_fp8_gemm_many_rows", _many_rows, "CUDA")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 without_gradient(_OP)
+follow_autocast(_OP)
 
 
 @register_flop_formula(torch.ops.dsa.fp8_gemm)

@@ -6,7 +6,7 @@ from torch import Tensor
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor
 from dsa_ext.ops._gated_fusion import check_inputs
-from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
+from dsa_ext.ops._library import differentiable_once, explain_missing_cuda, follow_autocast, library
 
 _OP = "gated_fusion_bwd"
 library.define(
@@ -35,5 +35,6 @@ def _fake(dout: Tensor, fine: Tensor, coarse: Tensor, gate: Tensor) -> tuple[Ten
 
 
 library.impl(_OP, _cpu, "CPU")
-without_gradient(_OP)
+differentiable_once(_OP)
+follow_autocast(_OP)
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)

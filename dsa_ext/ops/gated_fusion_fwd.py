@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dsa_ext import reference
 from dsa_ext.ops._gated_fusion import check_inputs
-from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
 
 _OP = "gated_fusion_fwd"
 library.define(
@@ -39,7 +38,6 @@ class _Autograd(torch.autograd.Function):
             return _redispatch(keyset, fine, coarse, gate)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return None, *torch.ops.dsa.gated_fusion_bwd(dout, *ctx.saved_tensors)
 
@@ -47,3 +45,4 @@ class _Autograd(torch.autograd.Function):
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 use_autograd_function(_OP, _Autograd)
+follow_autocast(_OP, "fine", "coarse")

@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dsa_ext.ops._checks import check_same_device, check_tensor, fail
 from dsa_ext.ops._indexer import check_rows, gradients_like
-from dsa_ext.ops._library import gradient_wanted, library
+from dsa_ext.ops._library import follow_autocast, library, not_differentiable_again, use_autograd_function
 from dsa_ext.reference.indexer import runs
 
 _OP = "indexer_dense_loss"
@@ -111,40 +110,43 @@ def _fake(
     return weights.new_empty(()), *gradients_like(q, k, weights)
 
 
-_DEFAULTS = (None, None, True, 0)
-_REQUIRED = 6
-
-
 class _Autograd(torch.autograd.Function):
     """The forward computes the gradients of the sum, which is all that it returns."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> Results:
+    def forward(
+        ctx: Any,
+        keyset: torch._C.DispatchKeySet,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        main_q: Tensor,
+        main_kv: Tensor,
+        lse: Tensor,
+        row_weights: Tensor | None = None,
+        sm_scale: float | None = None,
+        causal: bool = True,
+        q_start: int = 0,
+        gradients: bool = False,
+    ) -> Results:
+        for name, tensor in (("main_q", main_q), ("main_kv", main_kv), ("lse", lse), ("row_weights", row_weights)):
+            if tensor is not None and tensor.requires_grad:
+                fail(_OP, f"{name} must not require a gradient: only q, k and weights have one")
+        tensors, options = (q, k, weights, main_q, main_kv, lse, row_weights), (sm_scale, causal, q_start)
         with torch._C._AutoDispatchBelowAutograd():
-            results: Results = _redispatch(keyset, *args)
-        ctx.save_for_backward(*results[1:])
+            results: Results = _redispatch(keyset, *tensors, *options, True)
+        ctx.save_for_backward(*results)
         ctx.mark_non_differentiable(*results[1:])
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(gradient * dloss for gradient in ctx.saved_tensors), *(None,) * 8
-
-
-def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Results:
-    keyset = keyset & torch._C._after_autograd_keyset
-    if gradient_wanted(*args):
-        for name, tensor in zip(("main_q", "main_kv", "lse", "row_weights"), args[3:], strict=False):
-            if tensor is not None and tensor.requires_grad:
-                fail(_OP, f"{name} must not require a gradient: only q, k and weights have one")
-        options = (*args[_REQUIRED:], *_DEFAULTS[len(args) - _REQUIRED :])[: len(_DEFAULTS)]
-        result: Results = _Autograd.apply(keyset, *args[:_REQUIRED], *options, True)  # type: ignore[no-untyped-call]
-        return result
-    results: Results = _redispatch(keyset, *args)
-    return results
+        loss, *of_sum = ctx.saved_tensors
+        gradients = tuple(gradient * dloss for gradient in of_sum)
+        return None, *not_differentiable_again(_OP, gradients, loss), *(None,) * 8
 
 
 library.impl(_OP, _compute, "CompositeExplicitAutograd")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
-library.impl(_OP, _autograd, "Autograd", with_keyset=True)
+use_autograd_function(_OP, _Autograd)
+follow_autocast(_OP, "q", "k", "main_q", "main_kv")

@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import fail
 from dsa_ext.ops._indexer import check_scoring, scoring_flops
-from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
 
 _OP = "indexer_logits"
 library.define(
@@ -70,7 +69,6 @@ class _Autograd(torch.autograd.Function):
         return logits
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, dweights = torch.ops.dsa.indexer_logits_bwd(dlogits, *ctx.saved_tensors)
         return None, dq, dk, dweights, *(None,) * 4
@@ -79,6 +77,7 @@ class _Autograd(torch.autograd.Function):
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 use_autograd_function(_OP, _Autograd)
+follow_autocast(_OP, "q", "k")
 
 
 @register_flop_formula(torch.ops.dsa.indexer_logits)

@@ -10,7 +10,13 @@ from torch.utils.flop_counter import register_flop_formula
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor, fail
 from dsa_ext.ops._indexer import check_scoring, gradients_like, scoring_flops
-from dsa_ext.ops._library import explain_missing_cuda, follow_deterministic_switch, library
+from dsa_ext.ops._library import (
+    differentiable_once,
+    explain_missing_cuda,
+    follow_autocast,
+    follow_deterministic_switch,
+    library,
+)
 
 _OP = "indexer_logits_bwd"
 library.define(
@@ -57,7 +63,9 @@ def _fake(
 
 
 library.impl(_OP, _cpu, "CPU")
-follow_deterministic_switch(_OP, (False,))
+differentiable_once(_OP)
+follow_deterministic_switch(_OP)
+follow_autocast(_OP)
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 
 

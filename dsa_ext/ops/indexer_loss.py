@@ -5,11 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor, fail
-from dsa_ext.ops._library import explain_missing_cuda, gradient_wanted, library
+from dsa_ext.ops._library import (
+    explain_missing_cuda,
+    follow_autocast,
+    library,
+    not_differentiable_again,
+    use_autograd_function,
+)
 
 _OP = "indexer_loss"
 
@@ -61,31 +66,22 @@ class _Autograd(torch.autograd.Function):
         valid: Tensor | None = None,
         row_weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        for name, tensor in (("p", p), ("row_weights", row_weights)):
+            if tensor is not None and tensor.requires_grad:
+                fail(_OP, f"{name} must not require a gradient: only scores has one")
         with torch._C._AutoDispatchBelowAutograd():
             loss, dscores = _redispatch(keyset, scores, p, valid, row_weights)
-        ctx.save_for_backward(dscores)
+        ctx.save_for_backward(loss, dscores)
         ctx.mark_non_differentiable(dscores)
         return loss, dscores
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (dscores,) = ctx.saved_tensors
-        return None, dscores * dloss[:, None], None, None, None
-
-
-def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
-    # The dispatcher leaves out trailing arguments that equal their defaults.
-    keyset = keyset & torch._C._after_autograd_keyset
-    if gradient_wanted(*args):
-        for name, tensor in zip(("p", "valid", "row_weights"), args[1:], strict=False):
-            if tensor is not None and tensor.requires_grad:
-                fail(_OP, f"{name} must not require a gradient: only scores has one")
-        result: tuple[Tensor, Tensor] = _Autograd.apply(keyset, *args)  # type: ignore[no-untyped-call]
-        return result
-    return _redispatch(keyset, *args)
+        loss, dscores = ctx.saved_tensors
+        return None, *not_differentiable_again(_OP, (dscores * dloss[:, None],), loss), None, None, None
 
 
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
-library.impl(_OP, _autograd, "Autograd", with_keyset=True)
+use_autograd_function(_OP, _Autograd)
+follow_autocast(_OP)

@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._indexer import check_listed
-from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
 
 _OP = "indexer_scores"
 
@@ -43,7 +42,6 @@ class _Autograd(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
         return None, *torch.ops.dsa.indexer_scores_bwd(dscores, *ctx.saved_tensors), None
 
@@ -51,6 +49,7 @@ class _Autograd(torch.autograd.Function):
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 use_autograd_function(_OP, _Autograd)
+follow_autocast(_OP, "q", "k")
 
 
 @register_flop_formula(torch.ops.dsa.indexer_scores)

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._indexer import check_scoring, check_topk, scoring_flops
-from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, without_gradient
 
 _OP = "indexer_topk"
 library.define(
@@ -52,6 +52,7 @@ def _fake(
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 without_gradient(_OP)
+follow_autocast(_OP, "q", "k")
 
 
 @register_flop_formula(torch.ops.dsa.indexer_topk)

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dsa_ext import reference
-from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
 from dsa_ext.ops._mhc import check_post
 
 _OP = "mhc_post"
@@ -49,7 +48,6 @@ class _Autograd(torch.autograd.Function):
             return _redispatch(keyset, x, y, h_post, h_res, iterations)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return None, *torch.ops.dsa.mhc_post_bwd(dout, *ctx.saved_tensors, ctx.iterations), None
 
@@ -57,3 +55,4 @@ class _Autograd(torch.autograd.Function):
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 use_autograd_function(_OP, _Autograd)
+follow_autocast(_OP, "x", "y")

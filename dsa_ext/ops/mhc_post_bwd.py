@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor
-from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
+from dsa_ext.ops._library import differentiable_once, explain_missing_cuda, follow_autocast, library
 from dsa_ext.ops._mhc import check_post
 
 _OP = "mhc_post_bwd"
@@ -37,5 +37,6 @@ def _fake(dout: Tensor, x: Tensor, y: Tensor, h_post: Tensor, h_res: Tensor, ite
 
 
 library.impl(_OP, _cpu, "CPU")
-without_gradient(_OP)
+differentiable_once(_OP)
+follow_autocast(_OP)
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor
-from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
+from dsa_ext.ops._library import differentiable_once, explain_missing_cuda, follow_autocast, library
 from dsa_ext.ops._mhc import check_eps, check_pre, check_token
 
 _OP = "mhc_pre_bwd"
@@ -66,7 +66,8 @@ def _fake(*args: Any) -> _Results:
 
 
 library.impl(_OP, _cpu, "CPU")
-without_gradient(_OP)
+differentiable_once(_OP)
+follow_autocast(_OP)
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 
 

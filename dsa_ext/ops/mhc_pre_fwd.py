@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
-from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
 from dsa_ext.ops._mhc import check_eps, check_pre
 from dsa_ext.reference.sparse_mla import compute_dtype
 
@@ -69,7 +68,6 @@ class _Autograd(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh_in: Tensor, dh_post: Tensor, dh_res: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradients = torch.ops.dsa.mhc_pre_bwd(dh_in, dh_post, dh_res, *ctx.saved_tensors, ctx.eps)
         has_gamma = ctx.saved_tensors[3] is not None
@@ -79,6 +77,7 @@ class _Autograd(torch.autograd.Function):
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 use_autograd_function(_OP, _Autograd)
+follow_autocast(_OP, "x")
 
 
 @register_flop_formula(torch.ops.dsa.mhc_pre_fwd)

@@ -8,7 +8,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor
-from dsa_ext.ops._library import explain_missing_cuda, follow_deterministic_switch, library
+from dsa_ext.ops._library import (
+    differentiable_once,
+    explain_missing_cuda,
+    follow_autocast,
+    follow_deterministic_switch,
+    library,
+)
 from dsa_ext.ops._sparse_mla import check_inputs
 
 _OP = "sparse_mla_bwd"
@@ -94,7 +100,9 @@ def _fake(
 
 
 library.impl(_OP, _cpu, "CPU")
-follow_deterministic_switch(_OP, (None, 512, True, 0, 1, None, None, None, False))
+differentiable_once(_OP)
+follow_deterministic_switch(_OP)
+follow_autocast(_OP)
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 
 

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext import reference
-from dsa_ext.ops._library import explain_missing_cuda, library, use_autograd_function
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
 from dsa_ext.ops._sparse_mla import check_inputs
 
 _OP = "sparse_mla_fwd"
@@ -84,7 +83,6 @@ class _Autograd(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, kv, indices, topk_length, attn_sink, out, lse = ctx.saved_tensors
         if dout is None:
@@ -107,6 +105,7 @@ class _Autograd(torch.autograd.Function):
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 use_autograd_function(_OP, _Autograd)
+follow_autocast(_OP, "q", "kv")
 
 
 @register_flop_formula(torch.ops.dsa.sparse_mla_fwd)

@@ -6,7 +6,7 @@ from torch import Tensor
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor
 from dsa_ext.ops._indexer import check_topk
-from dsa_ext.ops._library import explain_missing_cuda, library, without_gradient
+from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, without_gradient
 
 _OP = "topk_select"
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -41,3 +41,4 @@ def _fake(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tuple[Tens
 library.impl(_OP, _cpu, "CPU")
 torch.library.register_fake(f"dsa::{_OP}", _fake, lib=library)
 without_gradient(_OP)
+follow_autocast(_OP)

@@ -1,0 +1,287 @@
+"""Modes of PyTorch in which every operator may be called, on the CPU: the deterministic switch, derivatives that do not
+exist, torch.func, autocast."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import dsa_ext
+from dsa_ext import ops
+from dsa_ext.nn import SparseMLA
+from dsa_ext.testing.calls import ORDINARY
+
+all_operators = pytest.mark.parametrize("op", ops.__all__)
+
+Args = dict[str, Any]
+
+
+def call(op: str, args: Args) -> tuple[Tensor, ...]:
+    results = getattr(torch.ops.dsa, op)(**args)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def schema_names(op: str) -> list[str]:
+    return [argument.name for argument in getattr(torch.ops.dsa, op).default._schema.arguments]
+
+
+def real(args: Args) -> list[str]:
+    """Names of the tensors that a gradient could be asked of: bf16 or wider."""
+    return [n for n, t in args.items() if isinstance(t, Tensor) and t.is_floating_point() and t.element_size() > 1]
+
+
+# ---- the deterministic switch
+
+SWITCHED = [op for op in ops.__all__ if "deterministic" in schema_names(op)]
+
+
+@pytest.fixture
+def deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def flags_seen(op: str) -> Iterator[list[bool]]:
+    """What `deterministic` is in each call that reaches the device's implementation of `op`."""
+    seen: list[bool] = []
+    implementation = getattr(ops, op)._cpu
+    place = schema_names(op).index("deterministic")
+
+    def spy(*args: Any) -> Any:
+        seen.append(len(args) > place and args[place])
+        return implementation(*args)
+
+    library = torch.library.Library("dsa", "IMPL")
+    library.impl(op, spy, "CPU", allow_override=True)
+    try:
+        yield seen
+    finally:
+        library._destroy()
+
+
+def test_the_flag_is_last() -> None:
+    """As the switch assumes."""
+    assert len(SWITCHED) == 3
+    for op in SWITCHED:
+        assert schema_names(op)[-1] == "deterministic"
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "ordinary": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "below autograd": torch._C._AutoDispatchBelowAutograd,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("op", SWITCHED)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("given", [{}, {"deterministic": False}, {"deterministic": True}], ids=str)
+def test_the_switch_implies_the_flag(op: str, mode: str, given: Args, deterministic_algorithms: None) -> None:
+    with MODES[mode](), flags_seen(op) as seen:
+        args = ORDINARY[op]() | given
+        call(op, args)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("op", SWITCHED)
+def test_without_the_switch_the_flag_is_as_given(op: str) -> None:
+    with flags_seen(op) as seen:
+        for given in ({}, {"deterministic": True}):
+            call(op, ORDINARY[op]() | given)
+    assert seen == [False, True]
+
+
+def leaves_of(args: Args, *names: str) -> list[Tensor]:
+    """These arguments in fp32, with gradients wanted; `args` holds them then."""
+    args |= {name: args[name].float().requires_grad_() for name in names}
+    return [args[name] for name in names]
+
+
+@pytest.fixture(params=[False, True], ids=["off", "on"])
+def switch(request: pytest.FixtureRequest) -> Iterator[bool]:
+    torch.use_deterministic_algorithms(request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("op", ["sparse_mla_fwd", "indexer_scores", "indexer_logits"])
+def test_the_switch_in_backward(op: str, compiled: bool, switch: bool) -> None:
+    torch._dynamo.reset()
+    args = ORDINARY[op]()
+    leaves = leaves_of(args, *({"q", "k", "kv"} & args.keys()))
+    function = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    with flags_seen(op.removesuffix("_fwd") + "_bwd") as seen:
+        out = function(op, args)[0]
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert seen == [switch]
+
+
+def test_the_switch_between_forward_and_backward() -> None:
+    args = ORDINARY["sparse_mla_fwd"]()
+    leaves = leaves_of(args, "q", "kv")
+    out = call("sparse_mla_fwd", args)[0]
+    torch.use_deterministic_algorithms(True)
+    try:
+        with flags_seen("sparse_mla_bwd") as seen:
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("mode", ["ordinary", "no_grad", "inference_mode"])
+def test_the_switch_within_an_operator_of_operators(mode: str, deterministic_algorithms: None) -> None:
+    with MODES[mode](), flags_seen("indexer_logits_bwd") as seen:
+        call("indexer_dense_loss", ORDINARY["indexer_dense_loss"]())
+    assert seen == [True]
+
+
+def test_the_switch_in_the_warm_up(deterministic_algorithms: None) -> None:
+    indexer = {"heads": 8, "head_dim": 64, "precision": "bf16"}
+    layer = SparseMLA(48, 4, q_lora_rank=32, nope_dim=16, v_dim=24, topk=5, phase="warmup", indexer=indexer)
+    with flags_seen("indexer_logits_bwd") as dense, flags_seen("sparse_mla_bwd") as sparse:
+        out, loss, _ = layer(torch.randn(2, 9, 48))
+        (out.sum() + loss).backward()
+    assert dense == [True, True]
+    assert sparse == [True]
+
+
+# ---- derivatives that do not exist
+
+#: What is differentiable, and what names the error of a second derivative.
+DIFFERENTIABLE = {
+    "sparse_mla_fwd": "sparse_mla_bwd",
+    "indexer_logits": "indexer_logits_bwd",
+    "indexer_scores": "indexer_scores_bwd",
+    "indexer_loss": "indexer_loss",
+    "indexer_dense_loss": "indexer_dense_loss",
+    "block_sparse_attn_fwd": "block_sparse_attn_bwd",
+    "coarse_attn_fwd": "block_sparse_attn_bwd",
+    "gated_fusion_fwd": "gated_fusion_bwd",
+    "mhc_pre_fwd": "mhc_pre_bwd",
+    "mhc_post": "mhc_post_bwd",
+}
+#: These have a gradient with respect to some of their arguments alone.
+LEAVES = {"indexer_loss": ["scores"], "indexer_dense_loss": ["q", "k", "weights"]}
+
+
+def with_leaves(op: str) -> tuple[Args, list[str]]:
+    """Arguments of which gradients are wanted, and their names."""
+    args = ORDINARY[op]()
+    names = LEAVES.get(op, real(args))
+    for name in names:
+        args[name] = args[name].detach().requires_grad_()
+    return args, names
+
+
+def total(results: tuple[Tensor, ...]) -> Tensor:
+    """Linear in all that has a gradient, so that none comes with the gradient that arrives."""
+    return torch.stack([t.float().sum() for t in results if t.requires_grad]).sum()
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_second_derivatives_are_errors(op: str) -> None:
+    """Of a gradient penalty: the gradient does not depend on what arrives, and is one term of a loss among others."""
+    args, names = with_leaves(op)
+    for name in names:
+        (gradient,) = torch.autograd.grad(total(call(op, args)), args[name], create_graph=True)
+        assert gradient.requires_grad, name
+        loss = gradient.float().square().sum() + sum(args[other].float().sum() for other in names)
+        for other in names:
+            with pytest.raises(RuntimeError, match=f"^dsa::{DIFFERENTIABLE[op]}: second derivatives .* not supported"):
+                torch.autograd.grad(loss, args[other], retain_graph=True)
+        with pytest.raises(RuntimeError, match=f"^dsa::{DIFFERENTIABLE[op]}: second derivatives .* not supported"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_a_graph_of_gradients_changes_none(op: str) -> None:
+    args, names = with_leaves(op)
+    leaves = [args[name] for name in names]
+    expected = torch.autograd.grad(total(call(op, args)), leaves)
+    got = torch.autograd.grad(total(call(op, args)), leaves, create_graph=True)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("op", sorted(set(DIFFERENTIABLE.values()) - {"indexer_loss", "indexer_dense_loss"}))
+def test_gradients_of_gradients_are_errors(op: str) -> None:
+    """Where an operator that computes gradients is called by itself."""
+    args, _ = with_leaves(op)
+    for result in call(op, args):
+        if result.numel() > 0:
+            with pytest.raises(RuntimeError, match=f"^dsa::{op}: second derivatives"):
+                result.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("op", ["attn_dist", "indexer_topk", "topk_select", "block_select", "act_quant", "fp8_gemm"])
+def test_what_has_no_gradient_requires_none(op: str) -> None:
+    args, _ = with_leaves(op)
+    assert not any(result.requires_grad for result in call(op, args))
+
+
+@all_operators
+def test_forward_mode_is_an_error(op: str) -> None:
+    args = ORDINARY[op]()
+    error = pytest.raises(RuntimeError, match=f"^dsa::{op}: forward-mode differentiation")
+    for name in real(args):
+        tangent = torch.ones_like(args[name])
+        with forward_ad.dual_level(), torch.no_grad(), error:
+            call(op, args | {name: forward_ad.make_dual(args[name], tangent)})
+        with error:
+            torch.func.jvp(lambda x, name=name: call(op, args | {name: x}), (args[name],), (tangent,))
+    with forward_ad.dual_level():  # of other tensors alone
+        call(op, args)
+
+
+def test_forward_mode_of_the_public_function() -> None:
+    """It passes by the operator's autograd layer where no gradient is wanted."""
+    args = ORDINARY["sparse_mla_fwd"]()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"^dsa::sparse_mla_fwd: forward-mode"):
+        dsa_ext.sparse_mla(**args | {"q": forward_ad.make_dual(args["q"], torch.ones_like(args["q"]))})
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_gradient_transforms_are_errors(op: str) -> None:
+    args, names = with_leaves(op)
+    args = {name: value.detach() if isinstance(value, Tensor) else value for name, value in args.items()}
+    for name in names:
+
+        def loss(x: Tensor, name: str = name) -> Tensor:
+            return call(op, args | {name: x})[0].float().sum()
+
+        for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+            with pytest.raises(RuntimeError, match=f"^dsa::{op}: .*(torch.func|forward-mode)"):
+                transform(loss)(args[name])
+
+
+@all_operators
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_a_loop(op: str) -> None:
+    args = ORDINARY[op]()
+    name = next(name for name, value in args.items() if isinstance(value, Tensor))
+    other = args[name].flip(0)
+    got = torch.func.vmap(lambda x: call(op, args | {name: x}))(torch.stack([args[name], other]))
+    for i, value in enumerate((args[name], other)):
+        for a, b in zip(got, call(op, args | {name: value}), strict=True):
+            torch.testing.assert_close(a[i], b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_vmap_keeps_gradients() -> None:
+    """What is recorded around it; the public function, too, must not pass by autograd then."""
+    args = ORDINARY["sparse_mla_fwd"]()
+    several = torch.stack([args["q"], args["q"].flip(2)]).float().requires_grad_()
+    others = {name: value for name, value in args.items() if name != "q"} | {"kv": args["kv"].float()}
+    for attend in (dsa_ext.sparse_mla, lambda *a, **k: torch.ops.dsa.sparse_mla_fwd(*a, **k)[0]):
+        out = torch.func.vmap(lambda q, attend=attend: attend(q, **others))(several)
+        (got,) = torch.autograd.grad(out.square().sum(), several)
+        loop = torch.stack([dsa_ext.sparse_mla(q, **others) for q in several])
+        assert torch.equal(got, torch.autograd.grad(loop.square().sum(), several)[0])
