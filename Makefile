@@ -20,7 +20,7 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SANITIZER = $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 
-.PHONY: build demo test bench tables sanitize lint format clean
+.PHONY: build demo test bench stale tables sanitize lint format clean
 
 build: $(STAMPS)/package
 
@@ -49,6 +49,10 @@ bench: build
 	$(PY) bench/bench_act_quant.py
 	$(PY) bench/bench_fp8_gemm.py
 	$(PY) bench/bench_mhc.py
+
+# Which results were measured with other kernels than today's; fails if there are any.
+stale:
+	@$(PYTHON) bench/stale.py
 
 tables: build
 	$(PY) bench/tables.py

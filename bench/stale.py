@@ -73,7 +73,7 @@ class Kernels:
         return reached
 
 
-def stale_results(kernels: Kernels, folder: Path = RESULTS) -> list[str]:
+def stale_results(kernels: Kernels, folder: Path) -> list[str]:
     """The names of the result files whose kernels are not today's."""
 
     def is_current(result: dict[str, str]) -> bool:
@@ -85,8 +85,8 @@ def stale_results(kernels: Kernels, folder: Path = RESULTS) -> list[str]:
     return [path.name for path in sorted(folder.glob("*.json")) if not is_current(json.loads(path.read_text()))]
 
 
-def main() -> int:
-    stale = stale_results(Kernels())
+def main(csrc: Path = CSRC, results: Path = RESULTS) -> int:
+    stale = stale_results(Kernels(csrc), results)
     for name in stale:
         print(f"{name}: its kernels have changed since it was measured")
     return 1 if stale else 0

@@ -24,7 +24,8 @@ def tables() -> ModuleType:
 def write_result(root: Path, **values: Any) -> None:
     case = {"name": "one", "group": "A group", "ms": 1.25, "tflops": 500.4, "peer": "Peer", "peer_value": 400}
     case |= {"ratio": 1.251, "err": {"similarity": 2e-6}} | values
-    head = {"gpu": "a GPU", "driver": "1", "cuda": "13.0", "torch": "2.11", "timer": "a timer", "csrc_sha256": "0" * 64}
+    head = {"gpu": "a GPU", "driver": "1", "cuda": "13.0", "torch": "2.11", "timer": "a timer"}
+    head["kernels_sha256"] = "0" * 64
     path = root / "bench" / "results" / "h200" / "some_op.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"op": "some_op", **head, "cases": [case]}))
@@ -70,6 +71,19 @@ def test_cases_without_flops(tables: ModuleType) -> None:
         "| case | time | TB/s | peer's time | ratio | memory beside results |",
         "| --- | --- | --- | --- | --- | --- |",
         "| `one` | 1.00 ms | 2.12 | 250.0 µs (Peer) | **0.25** | 64 MB |",
+    ]
+
+
+def test_several_peers(tables: ModuleType) -> None:
+    """The ratio is to the fastest; a figure that was taken in an unknown way has none."""
+    plain = {"tflops": None, "err": None, "ms": 1.0}
+    case = plain | {"name": "one", "peer": "B", "peer_value": 2.0, "ratio": 2.0, "peers_ms": {"A": 3.0, "B": 2.0}}
+    other = plain | {"name": "two", "peer": None, "ratio": None, "not_compared_ms": {"C": 4.0}}
+    assert tables.table([case, other]) == [
+        "| case | time | peer's time | ratio | slower peer | beside, how it was timed is not recorded |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| `one` | 1.00 ms | 2.00 ms (B) | **2.00** | 3.00 ms (A) |  |",
+        "| `two` | 1.00 ms |  |  |  | 4.00 ms (C) |",
     ]
 
 
