@@ -1,0 +1,239 @@
+"""Random training steps of the modules of dsa_ext.nn in bf16, against the same module in float64 on the CPU.
+
+What a module selects is not a function that bf16 and float64 share: the copy is given the module's own selection.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dsa_ext.nn import BlockSizes, BlockSparseAttention, FP8Linear, HyperConnection, LightningIndexer, Phase, SparseMLA
+from dsa_ext.ops.fp8_gemm import _LIBRARY_IS_THERE
+from dsa_ext.reference.block_sparse import BLOCK
+from dsa_ext.testing.random_calls.call import Args, Call, Results, deterministic_algorithms
+from dsa_ext.testing.random_calls.draw import Draw
+
+_BF16 = torch.bfloat16
+#: Largest |error| of a tensor as a fraction of its norm, in addition to _AS_REFERENCE times what the same module in
+#: bf16 on the CPU is off: where terms cancel, a gradient is what rounding leaves.
+_LIMIT, _AS_REFERENCE = 0.05, 6
+
+Named = dict[str, Tensor]
+#: A step of a module: what it makes of x and the gradient that arrives, by name. The last argument is the selection to
+#: use instead of the module's own, or None.
+Step = Callable[[Any, Args, Results | None], Named]
+
+
+def _call(target: str, draw: Draw, layer: nn.Module, args: Args, step: Step, selected: tuple[str, ...] = ()) -> Call:
+    """`selected`: names of results that are its selection."""
+    deterministic, autocast = draw.chance(0.5), draw.chance(0.3)
+    names: list[str] = []
+    draw.notes.append("deterministic" * deterministic + " autocast" * autocast)
+
+    def surroundings() -> AbstractContextManager[Any]:
+        return torch.autocast(draw.device.type, _BF16) if autocast else nullcontext()
+
+    def run(a: Args) -> Results:
+        with deterministic_algorithms(deterministic), surroundings(), _without_onednn():
+            made = step(layer, a, None)
+        names[:] = made
+        return tuple(t.detach() for t in made.values())
+
+    def judge(results: Results, a: Args) -> None:
+        got = dict(zip(names, results, strict=True))
+        selection = tuple(got.pop(name).cpu() for name in selected) or None
+        reference = copy.deepcopy(layer).cpu()
+        host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in a.items()}
+        with _without_onednn():
+            plain = step(reference, host, selection)
+        wide = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in host.items()}
+        exact = step(reference.double() if not isinstance(layer, FP8Linear) else reference, wide, selection)
+        for name, tensor in got.items():
+            _compare(name, tensor.detach().double().cpu(), plain[name].detach().double(), exact[name].detach().double())
+
+    # A gradient of keys without a fixed order reaches all parameters.
+    count = 99 if not deterministic else 0
+    return Call(target, args, run, judge, tuple(range(1 + len(selected), count)), draw.notes, same_way=True)
+
+
+def _without_onednn() -> AbstractContextManager[None]:
+    """Its products of bf16 end the process on virtual machines that lack some of their processor's instructions."""
+    return torch.backends.mkldnn.flags(enabled=False)
+
+
+def _compare(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> None:
+    finite = exact.isfinite()
+    if got.shape != exact.shape or not torch.equal(got.isfinite(), finite):
+        raise AssertionError(f"{name} is not finite where it should be, or of another shape: {list(got.shape)}")
+    got, plain, exact = (t[finite] for t in (got, plain, exact))
+    error, off = float((got - exact).norm()), float((plain - exact).norm())
+    limit = _LIMIT * float(exact.norm()) + _AS_REFERENCE * off
+    if not error <= limit:
+        raise AssertionError(f"{name} differs by {error:.3g}, limit {limit:.3g}, of {float(exact.norm()):.3g}")
+
+
+def _gradients(
+    results: list[Tensor], upstream: list[Tensor | None], x: Tensor, parameters: Mapping[str, Tensor]
+) -> Named:
+    grads = torch.autograd.grad(results, [x, *parameters.values()], upstream)
+    return dict(zip(["x", *parameters], grads, strict=True))
+
+
+def _linear_scale(layer: nn.Module, draw: Draw) -> None:
+    """The module's own initialisation, from the call's seed."""
+    torch.manual_seed(draw.random.randrange(2**31))
+    for module in layer.modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.reset_parameters()
+
+
+def _tokens(draw: Draw, batch: int, seq: int, hidden: int) -> Tensor:
+    return draw.view(draw.normal(batch, seq, hidden).to(_BF16), "free")
+
+
+def sparse_mla(draw: Draw) -> Call:
+    hidden, rank = 64 * draw.size(3), 64 * draw.size(3)
+    batch, seq = draw.choice((1, 1, 2)), draw.size(64)
+    indexer: dict[str, Any] = {
+        "heads": draw.choice((8, 16, 64)),
+        "head_dim": draw.choice((64, 128)),
+        "hadamard": draw.chance(0.3),
+    }
+    indexer["precision"] = draw.choice(("fp8", "bf16"))
+    sizes: dict[str, Any] = {"nope_dim": 16 * draw.size(4), "v_dim": 16 * draw.size(4), "topk": draw.size(80)}
+    phase: Phase = draw.choice(("dense", "warmup", "sparse", "sparse"))
+    heads = draw.size(16)
+    layer = SparseMLA(
+        hidden, heads, q_lora_rank=rank, **sizes, indexer=indexer, phase=phase, device=draw.device, dtype=_BF16
+    )
+    _linear_scale(layer, draw)
+    draw.notes.append(f"{phase}, {heads} heads, {sizes}, {indexer}")
+    dout = draw.normal(batch, seq, hidden).to(_BF16)
+
+    def step(module: SparseMLA, a: Args, selection: Results | None) -> Named:
+        if selection is not None:
+            module.indexer.select = lambda tensors, topk: selection[0]  # type: ignore[method-assign]
+        x = a["x"].detach().requires_grad_()
+        out, loss, ids = module(x)
+        learns = {n: p for n, p in module.named_parameters() if phase != "dense" or not n.startswith("indexer.")}
+        made = {"ids": ids} if ids is not None else {}
+        made |= {"out": out} if loss is None else {"out": out, "indexer_loss": loss}
+        results = [out] if loss is None else [out, loss]
+        return made | _gradients(results, [a["dout"].to(out.dtype), None][: len(results)], x, learns)
+
+    args = {"x": _tokens(draw, batch, seq, hidden), "dout": dout}
+    return _call("nn.SparseMLA", draw, layer, args, step, ("ids",) if phase == "sparse" else ())
+
+
+def lightning_indexer(draw: Draw) -> Call:
+    hidden, rank, batch, seq = 64 * draw.size(4), 64 * draw.size(3), draw.choice((1, 2)), draw.size(100)
+    options: dict[str, Any] = {"heads": draw.choice((8, 16, 32, 64)), "head_dim": draw.choice((64, 128))}
+    options |= {"hadamard": draw.chance(0.3), "precision": draw.choice(("fp8", "bf16"))}
+    layer = LightningIndexer(hidden, rank, **options, device=draw.device, dtype=_BF16)
+    _linear_scale(layer, draw)
+    topk, listed = draw.size(128), draw.chance(0.6)
+    draw.notes.append(f"{options}, topk {topk}, {'scores' if listed else 'logits'}")
+    upstream = draw.normal(batch, seq, topk if listed else seq)
+
+    def step(module: LightningIndexer, a: Args, selection: Results | None) -> Named:
+        x = a["x"].detach().requires_grad_()
+        tensors = module(x, a["q_latent"])
+        ids = module.select(tensors, topk) if selection is None else selection[0]
+        scores = module.scores(tensors, ids) if listed else module.logits(tensors)
+        made = {"ids": ids, "scores": scores}
+        return made | _gradients([scores], [a["upstream"].to(scores.dtype)], x, dict(module.named_parameters()))
+
+    q_latent = _tokens(draw, batch, seq, rank)
+    args = {"x": _tokens(draw, batch, seq, hidden), "q_latent": q_latent, "upstream": upstream}
+    return _call("nn.LightningIndexer", draw, layer, args, step, ("ids",))
+
+
+def block_sparse_attention(draw: Draw) -> Call:
+    hidden, kv_heads, dim = 64 * draw.size(2), draw.choice((1, 2, 3)), draw.choice((64, 128))
+    batch, heads, count = draw.choice((1, 2)), kv_heads * draw.choice((1, 2)), draw.size(4)
+    mode: Literal["gini_tau", "top_tau", "topk"] = draw.choice(("gini_tau", "top_tau", "topk"))
+    topk = draw.size(8) if mode == "topk" else None
+    layer = BlockSparseAttention(
+        hidden, heads, kv_heads=kv_heads, head_dim=dim, mode=mode, topk=topk, device=draw.device, dtype=_BF16
+    )
+    _linear_scale(layer, draw)
+    seq = count * BLOCK - (draw.random.randrange(BLOCK) if draw.chance(0.5) else 0)
+    blocks = None
+    valid = torch.ones(seq, dtype=torch.bool, device=draw.device)
+    if seq == count * BLOCK and draw.chance(0.5):
+        numbers = [draw.random.randrange(BLOCK + 1) for _ in range(count - 1)] + [draw.size(BLOCK)]
+        blocks = BlockSizes(numbers, draw.device), BlockSizes(numbers)
+        valid = torch.arange(BLOCK, device=draw.device) < blocks[0].sizes[:, None]
+        valid = valid.flatten()
+    draw.notes.append(f"{heads} heads of {kv_heads}, {mode}, {'sizes' if blocks else 'all valid'}")
+    x = draw.normal(batch, seq, hidden).masked_fill(~valid[:, None], torch.nan).to(_BF16)
+    dout = draw.normal(batch, seq, hidden).masked_fill(~valid[:, None], 0).to(_BF16)
+
+    def step(module: BlockSparseAttention, a: Args, selection: Results | None) -> Named:
+        kept: list[Results] = [] if selection is None else [selection]
+
+        def select(scores: Tensor) -> Results:
+            if selection is None:
+                kept.append(BlockSparseAttention.select(module, scores))
+            return kept[0]
+
+        module.select = select  # type: ignore[assignment, method-assign]
+        x = a["x"].detach().requires_grad_()
+        out = module(x, None if blocks is None else blocks[x.device.type == "cpu"])
+        del module.select
+        made = dict(zip(("index", "number"), kept[0], strict=True))
+        made["out"] = out.masked_fill(~valid.to(out.device)[:, None], 0)
+        return made | _gradients([out], [a["dout"].to(out.dtype)], x, dict(module.named_parameters()))
+
+    args = {"x": draw.view(x, "free", repeat=False), "dout": dout}
+    return _call("nn.BlockSparseAttention", draw, layer, args, step, ("index", "number"))
+
+
+def hyper_connection(draw: Draw) -> Call:
+    columns, streams = 128 * draw.size(8), draw.choice((2, 4))
+    batch, seq = draw.choice((1, 2)), draw.size(100)
+    inner = nn.Linear(columns, columns, device=draw.device, dtype=_BF16)
+    layer = HyperConnection(inner, columns, streams, iterations=draw.choice((20, 1, 5)), device=draw.device)
+    _linear_scale(layer, draw)
+    with torch.no_grad():
+        for parameter in (layer.alpha, layer.bias, layer.gamma):
+            parameter.add_(0.3 * draw.normal(*parameter.shape))
+    dout = draw.normal(batch, seq, streams, columns).to(_BF16)
+
+    def step(module: HyperConnection, a: Args, _: Results | None) -> Named:
+        x = a["x"].detach().requires_grad_()
+        out = module(x)
+        return {"out": out} | _gradients([out], [a["dout"].to(out.dtype)], x, dict(module.named_parameters()))
+
+    x = draw.view(draw.normal(batch, seq, streams, columns).to(_BF16), "free")
+    return _call("nn.HyperConnection", draw, layer, {"x": x, "dout": dout}, step)
+
+
+def fp8_linear(draw: Draw) -> Call:
+    columns, width, rows = 128 * draw.size(16), draw.size(600), draw.size(64 if draw.chance(0.7) else 300)
+    if draw.device.type == "cuda" and not _LIBRARY_IS_THERE:
+        rows = min(rows, 64)
+    linear = nn.Linear(columns, width, bias=draw.chance(0.5), device=draw.device, dtype=_BF16)
+    _linear_scale(linear, draw)
+    layer = FP8Linear(linear, round_scale=draw.chance(0.5))
+
+    def step(module: FP8Linear, a: Args, _: Results | None) -> Named:
+        x = a["x"]
+        with torch.no_grad():
+            return {"out": module(x.float() if x.dtype == torch.float64 else x)}
+
+    x = draw.view(draw.normal(1, rows, columns).to(draw.choice((_BF16, torch.float32))), "free")
+    return _call("nn.FP8Linear", draw, layer, {"x": x}, step)
+
+
+CALLS = {
+    "nn.SparseMLA": sparse_mla,
+    "nn.LightningIndexer": lightning_indexer,
+    "nn.BlockSparseAttention": block_sparse_attention,
+    "nn.HyperConnection": hyper_connection,
+    "nn.FP8Linear": fp8_linear,
+}

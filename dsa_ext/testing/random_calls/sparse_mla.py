@@ -1,0 +1,135 @@
+"""Random calls of sparse_mla's operators."""
+
+import torch
+from torch import Tensor
+
+from dsa_ext import functional
+from dsa_ext.reference.sparse_mla import visible_slots
+from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN
+from dsa_ext.testing.random_calls.call import (
+    Args,
+    Call,
+    Results,
+    deterministic_algorithms,
+    gradients,
+    leaf,
+    run_operator,
+    select,
+)
+from dsa_ext.testing.random_calls.draw import Draw
+from dsa_ext.testing.tolerances import check
+
+_OPTIONS = ("sm_scale", "causal", "q_start", "kv_stride", "topk_length")
+_FORWARD = ("q", "kv", "indices", *_OPTIONS, "d_v", "attn_sink")
+#: Products of q.k are 512 or 576 columns long, a unit of work being 64.
+_COLUMNS = 8
+
+
+def _inputs(draw: Draw, *, backward: bool = False) -> Args:
+    """q, kv, indices and the options of all three."""
+    d_qk, groups, batch = draw.choice((576, 512)), draw.choice((1, 1, 1, 2, 3, 8)), draw.choice((1, 1, 1, 2, 3))
+    group_heads = draw.size(128)
+    heads = groups * group_heads
+    seq, topk = draw.within(_COLUMNS * batch * groups * max(16, group_heads), draw.length(2048), draw.size(4096))
+    (s_kv,) = draw.within(128 * batch * groups, draw.length(2**17))
+    batch = 0 if draw.chance(0.01) else batch
+
+    topk_length = None
+    if draw.chance(0.4):
+        topk_length = draw.integers(-3, topk + 3, batch, seq)
+        if draw.chance(0.2):
+            topk_length[:, ::2] = draw.choice((INT32_MIN, INT32_MAX, 0))
+        topk_length = draw.view(topk_length, "free")
+    options: Args = {
+        "sm_scale": draw.scale(),
+        "causal": draw.chance(0.6),
+        "q_start": draw.choice((0, 0, max(0, s_kv - seq), 5, 100_000, 2**31 - 1, 2**40)),
+        "kv_stride": draw.choice((1, 1, 1, 1, 2, 4, 128, 2**40)),
+        "topk_length": topk_length,
+    }
+    indices = draw.view(draw.ids(batch, seq, groups, topk, keys=s_kv), "dense")
+    q, kv = draw.floats(batch, seq, heads, d_qk, name="q"), draw.floats(batch, s_kv, groups, d_qk, name="kv")
+    q = draw.to_edge(q, kv, _scale(options, d_qk), backward=backward)
+
+    visible = visible_slots(indices, s_kv, *(options[name] for name in _OPTIONS[1:]))
+    no_keys = ~visible.any(3).repeat_interleave(group_heads, 2)  # [B, S, H]
+    q = draw.keys(q, no_keys) if draw.chance(0.1) else draw.view(q)
+    return {"q": q, "kv": draw.keys(kv, ~_listed(indices, visible, s_kv)), "indices": indices, **options}
+
+
+def _scale(args: Args, d_qk: int) -> float:
+    return d_qk**-0.5 if args["sm_scale"] is None else float(args["sm_scale"])
+
+
+def _listed(indices: Tensor, visible: Tensor, s_kv: int) -> Tensor:
+    """Which keys a query sees [B, S_kv, G]."""
+    batch, _, groups, _ = indices.shape
+    listed = torch.zeros(batch, groups, s_kv + 1, dtype=torch.bool, device=indices.device)
+    rows = torch.where(visible, indices, s_kv).transpose(1, 2).flatten(2).long()
+    return listed.scatter_(2, rows, True)[..., :s_kv].transpose(1, 2)
+
+
+def _with_sink(draw: Draw, args: Args) -> Args:
+    heads, sink = args["q"].shape[2], None
+    if draw.chance(0.4):
+        sink = draw.normal(heads) * draw.choice((1.0, 10.0, 300.0))
+        for special in (torch.inf, -torch.inf):
+            if draw.chance(0.15):
+                sink[draw.uniform(heads) < 0.3] = special
+        sink = draw.view(sink, "free")
+    return {**args, "d_v": 512, "attn_sink": sink}
+
+
+def sparse_mla_fwd(draw: Draw) -> Args:
+    return _with_sink(draw, _inputs(draw))
+
+
+def sparse_mla_bwd(draw: Draw) -> Args:
+    args = _with_sink(draw, _inputs(draw, backward=True))
+    out, lse = run_operator("sparse_mla_fwd", args)
+    dout = draw.view(draw.gradient(*out.shape), "free")
+    dlse = draw.view(draw.gradient(*lse.shape, dtype=torch.float32), "free") if draw.chance(0.4) else None
+    out, lse = (draw.view(t, "free", repeat=False) for t in (out, lse))
+    return {**args, "dout": dout, "out": out, "lse": lse, "dlse": dlse, "deterministic": draw.chance(0.5)}
+
+
+def attn_dist(draw: Draw) -> Args:
+    args = _inputs(draw)
+    _, lse = run_operator("sparse_mla_fwd", args)
+    if draw.chance(0.3):  # a denominator that counts more than the listed keys
+        lse = torch.logaddexp(lse, draw.normal(*lse.shape) * draw.choice((1.0, 20.0)))
+    if draw.chance(0.1):
+        lse = lse.masked_fill(draw.uniform(*lse.shape) < 0.3, -torch.inf)
+    kind = draw.choice(({}, {}, {"normalize": True}, {"per_head_block": True}))
+    return {**args, "lse": draw.view(lse, "free", repeat=False), **kind}
+
+
+def functional_sparse_mla(draw: Draw) -> Call:
+    args = _with_sink(draw, _inputs(draw, backward=True))
+    batch, seq, heads, _ = args["q"].shape
+    which, deterministic = draw.choice(("out", "out", "both", "lse")), draw.chance(0.4)
+    dout = None if which == "lse" else draw.view(draw.gradient(batch, seq, heads, 512), "free")
+    dlse = None if which == "out" else draw.view(draw.gradient(batch, seq, heads, dtype=torch.float32), "free")
+    args |= {"dout": dout, "dlse": dlse}
+
+    def run(a: Args) -> Results:
+        leaves = [leaf(a[name]) for name in ("q", "kv", "attn_sink") if a[name] is not None]
+        q, kv, *sink = leaves
+        with deterministic_algorithms(deterministic):
+            out, lse = functional.sparse_mla(
+                q, kv, a["indices"], **select(a, *_OPTIONS), attn_sink=sink[0] if sink else None, return_lse=True
+            )
+            return out.detach(), lse.detach(), *gradients([out, lse], [a["dout"], a["dlse"]], leaves)
+
+    def judge(results: Results, a: Args) -> None:
+        out, lse, dq, dkv, *d_sink = results
+        check("sparse_mla_fwd", (out, lse), select(a, *_FORWARD))
+        dout = torch.zeros_like(out) if a["dout"] is None else a["dout"]
+        d_sink = d_sink or [lse.new_empty(0)]
+        check("sparse_mla_bwd", (dq, dkv, *d_sink), {**a, "dout": dout, "out": out, "lse": lse})
+
+    return Call("functional.sparse_mla", args, run, judge, () if deterministic else (3,), draw.notes)
+
+
+OPERATORS = {"sparse_mla_fwd": sparse_mla_fwd, "sparse_mla_bwd": sparse_mla_bwd, "attn_dist": attn_dist}
+CALLS = {"functional.sparse_mla": functional_sparse_mla}
