@@ -141,7 +141,7 @@ def peer_figure(op: str, key: str, case: str, flop: float | None = None) -> tupl
     figure = PEERS[op]["figures"][key]
     value = float(figure["values"][case])
     if figure["unit"] != "TFLOP/s":
-        ms = value / 1e3 if figure["unit"] == "us" else value
+        ms = round(value / 1e3, 6) if figure["unit"] == "us" else value
         value = round(flop / ms / 1e9, 2) if flop else ms
     return figure["peer"] + ", rested" * (figure["method"] == "rested"), value
 
