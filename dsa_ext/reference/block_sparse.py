@@ -118,7 +118,8 @@ def block_sparse_attn_fwd(
         scores = chunk.scores(scale)
         sums = scores.logsumexp(-1)
         lse[:, :, chunk.queries] = sums
-        probs = torch.exp(scores - sums.masked_fill(sums == -torch.inf, 0)[..., None])
+        # By their own sum: where scores are large, lse does not resolve how many share the mass.
+        probs = scores.softmax(-1).masked_fill((sums == -torch.inf)[..., None], 0)
         out[:, :, chunk.queries] = (probs @ chunk.values).to(q.dtype)
     return uncut(out, q), lse.flatten(2)[..., : q.shape[2]].contiguous()
 
@@ -151,9 +152,11 @@ def block_sparse_attn_bwd(
     dk, dv = (q.new_zeros(*k.shape[:2], kv_blocks + 1, BLOCK, q.shape[3], dtype=dtype) for _ in range(2))
     for chunk in chunks(q, k, v, q2k_index, q2k_num, kv_block_size):
         run = chunk.queries
-        probs = torch.exp(chunk.scores(scale) - row_lse[:, :, run])
+        # Products with 0 would let NaN through to keys that are not valid.
+        probs = torch.exp(chunk.scores(scale) - row_lse[:, :, run]).masked_fill(~chunk.visible, 0)
         upstream = dout_cut[:, :, run].to(dtype)
         dscores = probs * (upstream @ chunk.values.mT - delta[:, :, run]) * scale
+        dscores = dscores.masked_fill(~chunk.visible, 0)
         dq[:, :, run] = (dscores @ chunk.keys).to(q.dtype)
         rows = chunk.rows.flatten()
         dk.flatten(0, 2).index_add_(0, rows, (dscores.mT @ chunk.q).reshape(-1, BLOCK, q.shape[3]))

@@ -36,7 +36,7 @@ def coarse_attn_fwd(q: Tensor, k: Tensor, v: Tensor, sm_scale: float | None = No
         chunk = q[:, :, queries].unflatten(1, (kv_heads, heads // kv_heads)).to(dtype)
         logits = chunk @ keys.mT * scale
         sums = logits.logsumexp(-1)
-        probs = torch.exp(logits - sums[..., None])
+        probs = logits.softmax(-1)
         out[:, :, queries] = (probs @ values).flatten(1, 2).to(q.dtype)
         lse[:, :, queries] = sums.flatten(1, 2)
         parts = probs.flatten(1, 2).split(BLOCK, dim=2)

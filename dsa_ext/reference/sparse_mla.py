@@ -43,9 +43,9 @@ class Chunk:
     rows: Tensor  # [B, s, G, K], rows of kv flattened to [B * (S_kv + 1) * G, D]
 
     def probabilities(self, lse: Tensor, sm_scale: float) -> Tensor:
-        """exp(score - lse) [B, s, G, H/G, K], 0 where nothing is visible."""
+        """exp(score - lse) [B, s, G, H/G, K], 0 where nothing is visible, whatever lse is."""
         scores = self.scores(sm_scale)
-        return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+        return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).masked_fill(~self.visible, 0)
 
     def scores(self, sm_scale: float) -> Tensor:
         scores = self.q @ self.keys.mT * sm_scale
@@ -113,7 +113,8 @@ def sparse_mla_fwd(
     for chunk in chunks(q, kv, indices, visible):
         scores = chunk.scores(scale)
         chunk_lse = torch.logsumexp(scores, dim=-1)
-        p = torch.exp(scores - chunk_lse.masked_fill(chunk_lse == -torch.inf, 0)[..., None])
+        # By their own sum: where scores are large, lse does not resolve how many share the mass.
+        p = scores.softmax(-1).masked_fill((chunk_lse == -torch.inf)[..., None], 0)
         lse[:, chunk.queries] = chunk_lse.flatten(2)
         share = share_beside_sink(lse[:, chunk.queries], attn_sink)
         out[:, chunk.queries] = (p @ chunk.keys[..., :d_v]).flatten(2, 3) * share[..., None]

@@ -22,17 +22,17 @@ def _sparse_mla(heads: int, seq: int, s_kv: int, topk: int, d_qk: int) -> Args:
     return {"q": inputs.q, "kv": inputs.kv, "indices": inputs.indices, "causal": False}
 
 
-def sparse_mla_fwd(heads: int = 16, seq: int = 4, s_kv: int = 60, topk: int = 40, d_qk: int = 576) -> Args:
+def sparse_mla_fwd(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24, d_qk: int = 576) -> Args:
     return _sparse_mla(heads, seq, s_kv, topk, d_qk)
 
 
-def sparse_mla_bwd(heads: int = 16, seq: int = 4, s_kv: int = 60, topk: int = 40, d_qk: int = 576) -> Args:
+def sparse_mla_bwd(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24, d_qk: int = 576) -> Args:
     args = _sparse_mla(heads, seq, s_kv, topk, d_qk)
     dout = _normal(1, seq, heads, 512).to(BF16)
     return with_forward("sparse_mla_bwd", {**args, "dout": dout, "dlse": _normal(1, seq, heads, seed=6)})
 
 
-def attn_dist(heads: int = 16, seq: int = 4, s_kv: int = 60, topk: int = 40, d_qk: int = 576) -> Args:
+def attn_dist(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24, d_qk: int = 576) -> Args:
     return with_forward("attn_dist", _sparse_mla(heads, seq, s_kv, topk, d_qk))
 
 
@@ -55,7 +55,7 @@ def coarse_attn_fwd(dim: int = 64, n_q: int = 100, n_kv: int = 70) -> Args:
 
 
 def gated_fusion_fwd(dim: int = 64) -> Args:
-    fine, coarse, dout = (_normal(2, 3, 20, dim, seed=seed).to(BF16) for seed in range(3))
+    fine, coarse = (_normal(2, 3, 20, dim, seed=seed).to(BF16) for seed in range(2))
     return {"fine": fine, "coarse": coarse, "gate": 4 * _normal(2, 3, 20)}
 
 
@@ -105,9 +105,9 @@ def indexer_dense_loss(seq: int = 9, s_kv: int = 20, heads: int = 8, dim: int = 
     return with_forward("indexer_dense_loss", {**args, "q_start": s_kv - seq, "gradients": True})
 
 
-def topk_select(rows: int = 9, columns: int = 70) -> Args:
+def topk_select(rows: int = 9, columns: int = 72) -> Args:
     ends = torch.full((rows,), columns, dtype=torch.int32)
-    return {"logits": _normal(rows, columns + columns % 2), "starts": torch.zeros_like(ends), "ends": ends, "topk": 16}
+    return {"logits": _normal(rows, columns), "starts": torch.zeros_like(ends), "ends": ends, "topk": 16}
 
 
 def block_select() -> Args:
@@ -118,10 +118,10 @@ def act_quant() -> Args:
     return {"x": _normal(7, 256).to(BF16)}
 
 
-def fp8_gemm(rows: int = 9, width: int = 200, columns: int = 256) -> Args:
+def fp8_gemm(rows: int = 9, width: int = 200, columns: int = 512) -> Args:
     a, b = _normal(rows, columns).to(FP8), _normal(width, columns, seed=6).to(FP8)
     a_s = _normal(columns // 128, rows).abs().mT
-    return {"a": a, "a_s": a_s, "b": b, "b_s": _normal(-(-width // 128), 4, seed=7).abs()[:, : columns // 128]}
+    return {"a": a, "a_s": a_s, "b": b, "b_s": _normal(-(-width // 128), columns // 128, seed=7).abs()}
 
 
 def mhc_pre_fwd(tokens: int = 5, streams: int = 4, columns: int = 128) -> Args:
@@ -172,6 +172,8 @@ def with_forward(op: str, args: Args) -> Args:
     if op not in _SAVED:
         return args
     forward, names = _SAVED[op]
+    if op == "mhc_pre_bwd":  # whose own arguments have no bias
+        args = {"bias": args["phi"].new_zeros(len(args["phi"])), **args}
     known = {argument.name for argument in getattr(torch.ops.dsa, forward).default._schema.arguments}
     results = getattr(torch.ops.dsa, forward)(**{name: args[name] for name in args.keys() & known})
     saved = {name: result for name, result in zip(names, results, strict=True) if name is not None}

@@ -87,7 +87,7 @@ def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softma
     if alone.shape[-1]:
         top = torch.nn.functional.one_hot(alone.nan_to_num(0).argmax(-1), alone.shape[-1]).bool()
         others = alone.masked_fill(top, 0).sum(-1, keepdim=True)
-        noise = torch.where(top, noise.minimum(others), noise)
+        noise = torch.where(top, noise.minimum(others), noise).masked_fill(log_p == -torch.inf, 0)
     finite_lse = lse[..., 0].masked_fill(~lse[..., 0].isfinite(), 0)
     limit = (LSE_RELATIVE * finite_lse.abs()).clamp(min=LSE_ABSOLUTE) + s.resolution
     return Softmax(p=log_p.exp(), noise=noise, lse_limit=limit, free=s.free)
@@ -245,7 +245,7 @@ def score_gradients(
     noise = weights * (SUM_OF_PRODUCTS * products + delta_noise) + p_noise * change.abs()
     # Weights that are exactly 0 stay so.
     ds, noise = (torch.where(log_p == -torch.inf, 0, t) for t in (p * change, noise))
-    over = overflows(products, delta, ds, ds * scale, weights * products) | (p.isfinite() & ~(weights <= HUGE))
+    over = overflows(products, delta, ds, ds * scale, weights * products) | (log_p.isfinite() & ~(weights <= HUGE))
     visible = s.scores > -torch.inf
     free = s.free | (over & (visible | s.scores.isnan())).any(-1)
     return ScoreGradients(p, p_noise, ds * scale, abs(scale) * (noise + TINY * (p > 0)) + TINY * (p > 0), free)

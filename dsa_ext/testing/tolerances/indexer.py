@@ -116,16 +116,22 @@ class _GradientSums:
         g, g_noise = (t.masked_fill(~visible, 0)[:, None] for t in (upstream, upstream_noise))
         w = weights[:, :, None]
         scores, products = q @ keys.mT, q.abs() @ keys.abs().mT  # [s, Hi, n]
-        off = (SUM_OF_PRODUCTS * products + TINY).masked_fill(hidden, 0)
+        # A score of -inf is that for certain; one that overflows may have any sign.
+        products = products.masked_fill(hidden | (scores == -torch.inf), 0)
+        over = overflows(products)
+        off = SUM_OF_PRODUCTS * products + TINY
         relu = scores.relu().masked_fill(hidden, 0)
+        off = off.masked_fill(hidden | scores.isinf(), 0)
+        self.free[run] = over.any(-1)
         self.dweights["noise"][run] = (g.abs() * off + g_noise * (relu + off)).sum(-1)
         self.dweights["squares"][run] = (g * relu).square().sum(-1)
-        self.dweights["total"][run] = (g.abs() * products.masked_fill(hidden, 0)).sum(-1)
+        self.dweights["total"][run] = (g.abs() * products).sum(-1)
         # Terms that are there, and those that may be there or not.
         term = (g * w).masked_fill(hidden | (scores <= 0), 0)
-        open_ = (g * w).abs().masked_fill(hidden | (scores.abs() > off), 0)
-        noise = open_ + (g_noise * w.abs()).masked_fill(hidden | (scores < -off), 0)
-        noise = noise + (TINY * (1 + w.abs())).masked_fill(hidden, 0)
+        open_ = (g * w).abs().masked_fill(hidden | ((scores.abs() > off) & ~over), 0)
+        w = w.abs().nan_to_num(0, 0, 0)
+        noise = open_ + (g_noise * w).masked_fill(hidden | (scores < -off), 0)
+        noise = noise + (TINY * (1 + w)).masked_fill(hidden, 0)
         for name, of_scores, power in (("noise", noise, 1), ("squares", term.square(), 2), ("total", term.abs(), 1)):
             self.dq[name][run] = of_scores @ keys.abs() ** power
             part = of_scores.mT @ q.abs() ** power  # [s, n, Di]
@@ -139,7 +145,8 @@ class _GradientSums:
         for name, value, sums in (("dq", dq, self.dq), ("dk", dk, self.dk), ("dweights", dweights, self.dweights)):
             total = sums["total"][: len(value)]
             noise = sums["noise"][: len(value)] + SUM_OF_PRODUCTS * total
-            result.append(gradient(name, value, noise, sums["squares"][: len(value)], overflows(total)))
+            free = overflows(total) | self.free if name == "dweights" else overflows(total)
+            result.append(gradient(name, value, noise, sums["squares"][: len(value)], free))
         return result
 
 

@@ -132,6 +132,8 @@ def mhc_pre_fwd(args: dict[str, Any]) -> list[Expected]:
         noises.append(a.abs() * noise + 4 * FP32_RESOLUTION * ((a * part).abs() + b.abs()))
     of_pre, of_post = _gate(sums[0], noises[0], 1.0)[1], _gate(sums[1], noises[1], 2.0)[1]
     rows = x.abs()
+    # An infinite sum may be NaN where its factors are split in two, and what is made of it then is.
+    free_any = free_any | h_mix.isinf().any(-1, keepdim=True)
     in_noise = ((of_pre + 8 * FP32_RESOLUTION * h_pre)[..., None] * rows).sum(2) + TINY * rows.sum(2)
     terms = flat.shape[-1]
     return [
@@ -173,7 +175,8 @@ def mhc_pre_bwd(args: dict[str, Any]) -> list[Expected]:
     along = (magnitude * each_alpha * h_mix.abs()).sum(-1)
     along_noise = (noise * each_alpha * h_mix.abs()).sum(-1) + SUM_OF_PRODUCTS * along
     factor = inv_rms.abs() ** 3 / max(1, flat.shape[-1])
-    dx_noise = scale * scaled_noise + ((along_noise + FP32_ELEMENTWISE * along) * factor)[..., None] * flat.abs()
+    off = (along_noise + FP32_ELEMENTWISE * along) * factor + along * TINY  # inv_rms^3 may be too small for fp32
+    dx_noise = scale * scaled_noise + off[..., None] * flat.abs()
     dx_total = scale * inner + (along * factor)[..., None] * flat.abs()
     dx_noise = (dx_noise + 4 * FP32_RESOLUTION * dx_total).unflatten(2, (streams, -1))
     dx_noise = dx_noise + 4 * FP32_RESOLUTION * h_pre[..., None] * upstream[:, :, None].abs()
@@ -182,8 +185,8 @@ def mhc_pre_bwd(args: dict[str, Any]) -> list[Expected]:
     over = overflows(products).any(-1) | overflows(dx_total, mix @ phi.abs()).any(-1) | overflows(along, inv_rms**3)
     some = over.any() if over.numel() else torch.zeros((), dtype=torch.bool, device=x.device)
 
-    def of_tokens(name: str, value: Tensor, off: Tensor, total: Tensor) -> Expected:
-        return single(name, value, off + SUM_OF_PRODUCTS * total, some | overflows(total), tokens)
+    def of_tokens(name: str, value: Tensor, off: Tensor, total: Tensor, terms: int = 1) -> Expected:
+        return single(name, value, off + SUM_OF_PRODUCTS * total, some | overflows(total), tokens * terms)
 
     t = (h_mix * inv_rms[..., None]).abs()
     total_sums, noise_sums = (
@@ -198,7 +201,9 @@ def mhc_pre_bwd(args: dict[str, Any]) -> list[Expected]:
         of_tokens("dbias", dbias, noise.sum((0, 1)), magnitude.sum((0, 1))),
         Expected("dgamma", dgamma, dgamma, dgamma, None)
         if gamma is None
-        else of_tokens("dgamma", dgamma, (flat.abs() * scaled_noise).sum((0, 1)), (flat.abs() * inner).sum((0, 1))),
+        else of_tokens(
+            "dgamma", dgamma, (flat.abs() * scaled_noise).sum((0, 1)), (flat.abs() * inner).sum((0, 1)), len(phi)
+        ),
     ]
 
 
@@ -238,9 +243,12 @@ def mhc_post_bwd(args: dict[str, Any]) -> list[Expected]:
     unsure = (off / mixing.clamp(min=TINY)).clamp(max=1).amax((-2, -1))[..., None, None]
     noise = (SUM_OF_PRODUCTS * (1 + 2 * iterations) ** 0.5 + 4 * unsure) * terms + TINY * products
     free = overflows(args["h_res"].abs().amax((-2, -1)), products.sum((-2, -1)))[..., None, None]
+    of_y = (h_post[..., None] * dout).sum(2)
     return [
-        rounded("dx", dx, (off.clamp(max=1) + 4 * FP32_RESOLUTION * mixing).mT @ dout, free),
-        rounded("dy", dy, 4 * FP32_RESOLUTION * (h_post[..., None] * dout).sum(2)),
-        single("dh_post", dh_post, SUM_OF_PRODUCTS * of_post, None, dout.shape[-1]),
+        rounded(
+            "dx", dx, (off.clamp(max=1) + 4 * FP32_RESOLUTION * mixing).mT @ dout, free | overflows(mixing.mT @ dout)
+        ),
+        rounded("dy", dy, 4 * FP32_RESOLUTION * of_y, overflows(of_y)),
+        single("dh_post", dh_post, SUM_OF_PRODUCTS * of_post, overflows(of_post), dout.shape[-1]),
         single("dh_res", dh_res, noise, free, 1),
     ]

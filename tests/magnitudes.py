@@ -1,0 +1,411 @@
+"""Calls of every operator with numbers of every size, and with NaN and Inf in every argument."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsa_ext  # noqa: F401
+from dsa_ext.testing.calls import FP8, ORDINARY, Args, with_forward
+from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN
+from dsa_ext.testing.tolerances import check
+
+SIZES = (1e-40, 1e-30, 1e-10, 1e4, 1e10, 1e18, 3e38)
+POISONS = (math.nan, math.inf, -math.inf)
+#: Arguments that with_forward computes, of the operators that it knows.
+COMPUTED = {
+    "sparse_mla_bwd": {"out", "lse"},
+    "attn_dist": {"lse"},
+    "block_sparse_attn_bwd": {"out", "lse"},
+    "indexer_dense_loss": {"lse"},
+    "mhc_pre_bwd": {"h_post", "inv_rms", "h_mix", "h_pre"},
+}
+#: Other sizes than those of ORDINARY, which other kernels or other parts of them compute.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "sparse_mla_fwd": [
+        {"heads": 64},
+        {"heads": 128, "d_qk": 512},
+        {"heads": 33},
+        {"seq": 1, "s_kv": 3000, "topk": 2048},
+    ],
+    "sparse_mla_bwd": [
+        {"heads": 64},
+        {"heads": 128, "d_qk": 512},
+        {"heads": 33},
+        {"seq": 1, "s_kv": 3000, "topk": 2048},
+    ],
+    "attn_dist": [{"heads": 64}, {"heads": 128, "d_qk": 512}, {"heads": 33}, {"heads": 1}],
+    "block_sparse_attn_fwd": [{"dim": 128}, {"dim": 128, "n_q": 64, "n_kv": 4000}, {"n_q": 2000, "n_kv": 1000}],
+    "block_sparse_attn_bwd": [{"dim": 128}, {"dim": 128, "n_q": 64, "n_kv": 4000}, {"n_q": 2000, "n_kv": 1000}],
+    "coarse_attn_fwd": [{"dim": 128}, {"dim": 128, "n_q": 64, "n_kv": 900}, {"n_q": 6000, "n_kv": 300}],
+    "gated_fusion_fwd": [{"dim": 128}],
+    "gated_fusion_bwd": [{"dim": 128}],
+    "indexer_logits": [{"dtype": FP8}, {"heads": 64, "dim": 128}, {"dtype": FP8, "heads": 64, "dim": 128, "seq": 70}],
+    "indexer_topk": [{"dtype": FP8}, {"heads": 64, "dim": 128}, {"dtype": FP8, "heads": 64, "dim": 128, "s_kv": 9000}],
+    "indexer_logits_bwd": [{"heads": 64, "dim": 128, "seq": 70, "s_kv": 300}],
+    "indexer_scores": [{"heads": 64, "dim": 128, "s_kv": 300, "slots": 200}],
+    "indexer_scores_bwd": [{"heads": 64, "dim": 128, "s_kv": 300, "slots": 200}],
+    "indexer_loss": [{"slots": 3000}],
+    "indexer_dense_loss": [{"heads": 64, "dim": 128, "s_kv": 70}],
+    "topk_select": [{"columns": 40000}],
+    "fp8_gemm": [{"rows": 70}, {"rows": 300}],
+    "mhc_pre_fwd": [{"streams": 2}, {"columns": 1280, "tokens": 70}],
+    "mhc_pre_bwd": [{"streams": 2}, {"columns": 1280, "tokens": 70}],
+    "mhc_post": [{"streams": 2}, {"columns": 1280, "tokens": 70}],
+    "mhc_post_bwd": [{"streams": 2}, {"columns": 1280, "tokens": 70}],
+}
+
+
+@dataclass
+class Case:
+    name: str
+    args: Args
+    #: The same with NaN or Inf where nothing looks: the results must be the same bits.
+    hidden: Args | None = None
+    #: Whether the results must contain NaN: that a test of what has no effect would notice one.
+    spreads: bool = False
+
+
+def sized(x: Tensor, size: float) -> Tensor:
+    """x * size, with infinities made the largest number of that sign."""
+    largest = torch.finfo(x.dtype).max
+    return (x.double() * size).clamp(-largest, largest).to(x.dtype)
+
+
+def floats(op: str, args: Args) -> dict[str, Tensor]:
+    """The arguments whose numbers a caller chooses."""
+    return {
+        name: value
+        for name, value in args.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and name not in COMPUTED.get(op, ())
+    }
+
+
+def filled(x: Tensor, place: Any, value: float) -> Tensor:
+    """A copy with `value` at `place`."""
+    wide = x.float() if x.dtype == FP8 else x.clone()
+    wide[place] = value
+    return wide.to(x.dtype)
+
+
+# ---- sizes
+
+
+def sizes(op: str, args: Args) -> Iterator[Case]:
+    given = floats(op, args)
+    yield Case("ordinary", args)
+    for size in SIZES:
+        for name, x in given.items():
+            if x.dtype != FP8:
+                yield Case(f"{name} of {size:.0e}", {**args, name: sized(x, size)})
+        scaled = {name: sized(x, size) for name, x in given.items() if x.dtype != FP8}
+        yield Case(f"all of {size:.0e}", {**args, **scaled})
+        some = {name: x for name, x in scaled.items() if name in ("q", "k", "kv")}
+        if some:
+            yield Case(f"{' and '.join(some)} of {size:.0e}", {**args, **some})
+    for name, x in given.items():
+        if x.dtype == FP8:
+            yield Case(f"{name} of 448", {**args, name: sized(x, 1e6)})
+            yield Case(f"{name} of 2^-9", {**args, name: sized(x, 2.0**-9)})
+        yield Case(f"{name} of zeros", {**args, name: torch.zeros_like(x)})
+        if x.shape[0] and x.dtype != FP8:
+            for size in (1e4, 1e18):
+                large = x.flatten(0, -2) if x.dim() > 1 else x[:, None]
+                factors = torch.ones(len(large), 1, dtype=torch.float64)
+                factors[len(large) // 2 :: 7] = size
+                outliers = sized((large.double() * factors).view_as(x).clamp(-3e38, 3e38), 1).to(x.dtype)
+                yield Case(f"some rows of {name} of {size:.0e}", {**args, name: outliers})
+
+
+def scales(args: Args) -> Iterator[Case]:
+    for scale in (0.0, 1e-40, 1e-30, -1e-3, -1.0, 30.0, 1e4, -1e4, 1e8, 1e10, 1e18, 1e30):
+        yield Case(f"sm_scale {scale:.0e}", {**args, "sm_scale": scale})
+
+
+def keys_of(args: Args) -> tuple[str, Tensor]:
+    name = "kv" if "kv" in args else "k"
+    return name, args[name]
+
+
+def attention_sizes(args: Args) -> Iterator[Case]:
+    """Scores that are large, equal, or sums of large terms that cancel."""
+    name, keys = keys_of(args)
+    q = args["q"]
+    row = int(args["indices"][0, 0, 0, 0]) if "indices" in args else 1
+    place = (slice(None), row) if name == "kv" else (slice(None), slice(None), row)
+    for size in (30.0, 1e3, 2e4, 1e6, 1e9, 1e15):
+        one_huge = keys.clone()
+        one_huge[place] = sized(keys[place], size)
+        yield Case(f"one key of {size:.0e}", {**args, name: one_huge})
+        equal = keys[place].unsqueeze(1 if name == "kv" else 2).expand_as(keys).contiguous()
+        yield Case(f"equal keys of {size:.0e}", {**args, name: sized(equal, size), "q": sized(q, size)})
+        yield Case(f"q and {name} of {size:.0e}", {**args, name: sized(keys, size), "q": sized(q, size)})
+        cancelling, turned = sized(keys, size), sized(q, size)
+        cancelling[..., 1::2] = -cancelling[..., ::2]
+        turned[..., 1::2] = turned[..., ::2]
+        yield Case(f"products of {size**2:.0e} that cancel", {**args, name: cancelling, "q": turned})
+        # Scores of one sign alone, growing from key to key.
+        ramp = torch.linspace(0.1, 3, keys.shape[1 if name == "kv" else 2]).view(-1, 1, 1) * size
+        ramp = (ramp if name == "kv" else ramp[..., 0]).to(keys.dtype).expand_as(keys).contiguous()
+        for sign in (1, -1):
+            same_sign = {"q": sign * q.abs(), name: ramp}
+            yield Case(f"scores of {sign * size:.0e} that grow", {**args, **same_sign})
+    if "v" in args:
+        yield Case(
+            "values of 1e30, scores that grow", {**args, "q": q.abs(), "k": ramp_of(keys), "v": sized(args["v"], 1e30)}
+        )
+    if "q2k_index" in args:
+        for scale in (2.0**20, 2.0**28, 2.0**31, 2.0**40):
+            yield Case(f"sm_scale {scale:.0e}", {**args, "sm_scale": scale})
+
+
+def ramp_of(keys: Tensor) -> Tensor:
+    return (torch.linspace(0.1, 30, keys.shape[2])[:, None]).to(keys.dtype).expand_as(keys).contiguous()
+
+
+# ---- NaN and Inf that are seen
+
+
+def poisons(op: str, args: Args) -> Iterator[Case]:
+    """One element, one row, all: wherever the reference has NaN or Inf, and nowhere else, the operator has them too."""
+    for name, x in floats(op, args).items():
+        middle = tuple(size // 2 for size in x.shape)
+        places = {"one element": middle, "one row": middle[:-1] if x.dim() > 1 else middle, "all": ...}
+        for value in POISONS[:1] if x.dtype == FP8 else POISONS:
+            for where, place in places.items():
+                yield Case(f"{value} in {name}, {where}", {**args, name: filled(x, place, value)})
+
+
+def attention_poisons(args: Args) -> Iterator[Case]:
+    """What is there of sparse MLA alone: keys that are not values, and rows that have nothing but NaN."""
+    kv, indices, q = (args[name] for name in ("kv", "indices", "q"))
+    one = torch.full_like(indices, -1)
+    one[..., 0] = indices[..., 0]
+    seen = int(indices[0, 1, 0, 0])
+    for value in POISONS:
+        if kv.shape[3] > 512:
+            for columns in (slice(512, 513), slice(575, 576), slice(512, 576)):
+                spoiled = filled(kv, (0, seen, slice(None), columns), value)
+                yield Case(f"{value} in columns {columns.start} to {columns.stop} of a key", {**args, "kv": spoiled})
+        spoiled = filled(kv, (0, int(one[0, 1, 0, 0])), value)
+        yield Case(f"{value} in a query's only key", {**args, "kv": spoiled, "indices": one})
+        yield Case(f"a query of {value}", {**args, "q": filled(q, (0, 1), value)})
+        yield Case(f"a head's query of {value}", {**args, "q": filled(q, (0, 1, q.shape[2] // 2), value)})
+
+
+# ---- NaN and Inf that nobody sees
+
+
+def spoiled_rows(x: Tensor, rows: Tensor | slice, value: float, dim: int = 0) -> Tensor:
+    return filled(x, (*(slice(None),) * dim, rows), value)
+
+
+def hidden_sparse_mla(args: Args) -> Iterator[Case]:
+    kv, indices = args["kv"], args["indices"]
+    s_kv, topk = kv.shape[1], indices.shape[3]
+    upper = s_kv // 2
+    low = indices % upper  # nobody lists the upper half
+    mixed = low.clone()
+    mixed[..., ::3] = torch.tensor([-1, s_kv, INT32_MIN, INT32_MAX], dtype=torch.int32).repeat(topk)[
+        : len(range(0, topk, 3))
+    ]
+    lengths = torch.full(indices.shape[:2], topk // 2, dtype=torch.int32)
+    behind = low.clone()
+    behind[..., topk // 2 :] = upper + low[..., topk // 2 :]
+    later = torch.arange(topk, dtype=torch.int32).expand_as(indices) % s_kv
+    position = upper - indices.shape[1]
+    kinds = {
+        "a key that nobody lists": {"indices": low},
+        "a key that nobody lists, beside padding": {"indices": mixed},
+        "a key behind topk_length": {"indices": behind, "topk_length": lengths},
+    }
+    if position >= 0:
+        kinds["a key behind the last query"] = {"indices": later, "causal": True, "q_start": position}
+    for value in POISONS:
+        for kind, options in kinds.items():
+            clean = {**args, **options}
+            yield Case(f"{value} in {kind}", clean, {**clean, "kv": spoiled_rows(kv, slice(upper, None), value, 1)})
+    seen = {**args, "indices": low, "kv": spoiled_rows(kv, int(low[0, 0, 0, 0]), math.nan, 1)}
+    yield Case("NaN in a key that is listed", seen, spreads=True)
+
+
+def hidden_block_sparse(args: Args) -> Iterator[Case]:
+    q, k, index, number, size = (args[name] for name in ("q", "k", "q2k_index", "q2k_num", "kv_block_size"))
+    blocks = len(size)
+    size = size.clamp(3, 50)  # every block has keys that are valid, and some that are not
+    number, listed = number.clone(), index.where(index < blocks - 1, -1)
+    number[:, :, 0] = 0  # queries that see nothing
+    clean = {**args, "q2k_index": listed, "q2k_num": number, "kv_block_size": size}
+    valid = (torch.arange(64) < size[:, None]).flatten()[: k.shape[2]]
+    valid[64 * (blocks - 1) :] = False  # a block that nobody lists
+    for value in POISONS:
+        for names in (("k",), ("v",), ("k", "v")):
+            spoiled = {name: spoiled_rows(args[name], ~valid, value, 2) for name in names}
+            yield Case(
+                f"{value} in {' and '.join(names)} that are not valid or not listed", clean, {**clean, **spoiled}
+            )
+        if "dout" in args:
+            rows = slice(0, min(64, q.shape[2]))
+            for name in ("q", "dout", "dlse"):
+                spoiled = {name: spoiled_rows(args[name], rows, value, 2)}
+                yield Case(f"{value} in {name} of queries that see nothing", clean, {**clean, **spoiled})
+    index = torch.zeros_like(index)
+    seen = {**clean, "q2k_index": index, "q2k_num": torch.ones_like(number), "k": spoiled_rows(k, 0, math.nan, 2)}
+    yield Case("NaN in a key that is listed", seen, spreads=True)
+
+
+def packed(args: Args) -> tuple[Args, Tensor, Tensor]:
+    """Bounds of two packed sequences that keys of no query lie between, and of rows that see nothing; what is seen."""
+    seq, s_kv = len(args["q"]), len(args["k"])
+    third = s_kv // 3
+    row = torch.arange(seq)
+    first, nothing = row < seq // 2, row % 4 == 1
+    starts = torch.where(first, 0, 2 * third).masked_fill(nothing, third).int()
+    ends = torch.where(first, third, s_kv).masked_fill(nothing, third).int()
+    keys = torch.arange(s_kv)
+    return {**args, "cu_seqlen_ks": starts, "cu_seqlen_ke": ends}, (keys < third) | (keys >= 2 * third), ~nothing
+
+
+def hidden_indexer(args: Args) -> Iterator[Case]:
+    clean, seen_keys, seen_queries = packed(args)
+    t = torch.arange(len(seen_keys))
+    inside = (t >= clean["cu_seqlen_ks"][:, None]) & (t < clean["cu_seqlen_ke"][:, None])
+    for value in POISONS:
+        for name, unseen in (
+            ("k", ~seen_keys),
+            ("k_scale", ~seen_keys),
+            ("q", ~seen_queries),
+            ("weights", ~seen_queries),
+        ):
+            if name in args and (args[name].dtype != FP8 or math.isnan(value)):
+                spoiled = {name: spoiled_rows(args[name], unseen, value)}
+                yield Case(f"{value} in {name} outside of all bounds", clean, {**clean, **spoiled})
+        if "dlogits" in args:
+            spoiled = {"dlogits": args["dlogits"].masked_fill(~inside, value)}
+            yield Case(f"{value} in dlogits outside of the bounds", clean, {**clean, **spoiled})
+    if "topk" not in args:
+        yield Case("NaN in a key that is seen", {**clean, "k": spoiled_rows(clean["k"], 1, math.nan)}, spreads=True)
+
+
+def hidden_lists(args: Args) -> Iterator[Case]:
+    k, indices = args["k"], args["indices"].clone()
+    half = len(k) // 2
+    indices = torch.where(indices >= 0, indices % half, indices)
+    indices[::4] = -1
+    clean = {**args, "indices": indices}
+    for value in POISONS:
+        kinds = {"k": slice(half, None), "q": slice(0, None, 4), "weights": slice(0, None, 4)}
+        for name, rows in kinds.items():
+            spoiled = {name: spoiled_rows(args[name], rows, value)}
+            yield Case(f"{value} in {name} that is in no list", clean, {**clean, **spoiled})
+        if "dscores" in args:
+            spoiled = {"dscores": args["dscores"].masked_fill(indices < 0, value)}
+            yield Case(f"{value} in dscores of no key", clean, {**clean, **spoiled})
+    seen = int(indices.max())
+    yield Case("NaN in a key that is listed", {**clean, "k": spoiled_rows(k, seen, math.nan)}, spreads=True)
+
+
+def hidden_loss(args: Args) -> Iterator[Case]:
+    valid = torch.arange(args["scores"].shape[1]) % 3 != 1
+    clean = {**args, "valid": valid.expand_as(args["scores"]).contiguous()}
+    for value in POISONS:
+        for name in ("scores", "p"):
+            yield Case(
+                f"{value} in {name} of slots that do not count", clean, {**clean, name: args[name].where(valid, value)}
+            )
+    yield Case(
+        "NaN in a score that counts", {**clean, "scores": filled(args["scores"], (1, 0), math.nan)}, spreads=True
+    )
+
+
+def hidden_dense_loss(args: Args) -> Iterator[Case]:
+    clean = {**args, "q_start": 0}
+    for value in POISONS:
+        for name in ("k", "main_kv"):
+            spoiled = {name: spoiled_rows(args[name], slice(len(args["q"]), None), value)}
+            yield Case(f"{value} in {name} behind the last query", clean, {**clean, **spoiled})
+    yield Case("NaN in a key that is seen", {**clean, "k": spoiled_rows(args["k"], 1, math.nan)}, spreads=True)
+
+
+def hidden_columns(args: Args) -> Iterator[Case]:
+    columns = args["logits"].shape[1]
+    t = torch.arange(columns)
+    starts, ends = torch.full_like(args["starts"], 5), torch.full_like(args["ends"], columns - 7)
+    clean = {**args, "starts": starts, "ends": ends}
+    for value in POISONS:
+        spoiled = args["logits"].masked_fill((t < 5) | (t >= columns - 7), value)
+        yield Case(f"{value} outside of the bounds", clean, {**clean, "logits": spoiled})
+
+
+HIDDEN: dict[str, Callable[[Args], Iterator[Case]]] = {
+    "sparse_mla_fwd": hidden_sparse_mla,
+    "sparse_mla_bwd": hidden_sparse_mla,
+    "attn_dist": hidden_sparse_mla,
+    "block_sparse_attn_fwd": hidden_block_sparse,
+    "block_sparse_attn_bwd": hidden_block_sparse,
+    "indexer_logits": hidden_indexer,
+    "indexer_logits_bwd": hidden_indexer,
+    "indexer_topk": hidden_indexer,
+    "indexer_scores": hidden_lists,
+    "indexer_scores_bwd": hidden_lists,
+    "indexer_loss": hidden_loss,
+    "indexer_dense_loss": hidden_dense_loss,
+    "topk_select": hidden_columns,
+}
+
+
+def cases(op: str, variants: bool = True) -> Iterator[Case]:
+    """All, in an order that does not change; without `variants` those of the smallest sizes alone."""
+    schema = {argument.name for argument in getattr(torch.ops.dsa, op).default._schema.arguments}
+    for sizes_of_variant in [{}, *(VARIANTS.get(op, []) if variants else [])]:
+        label = ", ".join(f"{name}={value}" for name, value in sizes_of_variant.items())
+        args = ORDINARY[op](**sizes_of_variant)
+        if "deterministic" in schema:
+            args["deterministic"] = True
+        found = [sizes(op, args), poisons(op, args)]
+        if "sm_scale" in schema:
+            found.append(scales(args))
+        if "sm_scale" in schema and op != "indexer_dense_loss":
+            found.append(attention_sizes(args))
+        if "indices" in args and "kv" in args and args["indices"].shape[1] > 1:
+            found.append(attention_poisons(args))
+        if op in HIDDEN:
+            found.append(HIDDEN[op](args))
+        for case in (case for group in found for case in group):
+            case.name = f"{label}: {case.name}" if label else case.name
+            yield case
+
+
+def poison_memory(device: str) -> None:
+    """Fills what the allocator has free with bits that are NaN in every dtype, and no id."""
+    if device == "cuda":
+        blocks = [torch.full((2**17,), INT32_MAX, dtype=torch.int32, device=device) for _ in range(64)]
+        blocks.append(torch.full((2**24,), INT32_MAX, dtype=torch.int32, device=device))
+
+
+def results_of(op: str, args: Args, device: str) -> tuple[tuple[Tensor, ...], Args]:
+    args = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in args.items()}
+    args = with_forward(op, args)
+    poison_memory(device)
+    results = getattr(torch.ops.dsa, op)(**args)
+    return (results,) if isinstance(results, Tensor) else results, args
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(*(t.cpu().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+def run(op: str, case: Case, device: str) -> float:
+    """The largest measure as a fraction of its limit."""
+    results, args = results_of(op, case.args, device)
+    worst = max(check(op, results, args).values(), default=0.0)
+    if case.spreads:
+        assert any(bool(r.isnan().any()) for r in results if r.is_floating_point()), "NaN that is seen has no effect"
+    if case.hidden is not None:
+        poisoned, _ = results_of(op, case.hidden, device)
+        for i, (a, b) in enumerate(zip(results, poisoned, strict=True)):
+            assert same(a, b), f"result {i} depends on what nobody sees"
+    return worst
