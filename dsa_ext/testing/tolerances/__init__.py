@@ -71,8 +71,13 @@ def errors(op: str, results: tuple[Tensor, ...] | Tensor, args: dict[str, Any]) 
     got = (results,) if isinstance(results, Tensor) else tuple(results)
     if op in _EXACT:
         return Errors(op, _EXACT[op](got, args))
-    expected = _JUDGED[op](args)
-    return Errors(op, [measure for result, e in zip(got, expected, strict=True) for measure in measures(result, e)])
+    pairs = zip(got, _JUDGED[op](args), strict=True)
+    return Errors(op, [measure for result, expected in pairs for measure in measures(result, expected)])
+
+
+def expectations(op: str, args: dict[str, Any]) -> list[Expected]:
+    """What an operator is judged by that need not be exact."""
+    return _JUDGED[op](_complete(op, args))
 
 
 def forward_errors(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> Errors:

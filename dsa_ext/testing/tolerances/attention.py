@@ -371,13 +371,15 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
     if dlse is not None:
         delta, delta_noise = delta - dlse, delta_noise + FP32_RESOLUTION * dlse.abs()
 
-    def rows_of(t: Tensor, fill: float = 0) -> Tensor:
+    def rows_of(t: Tensor) -> Tensor:
         """[B, H, Nq] as [B, H, Mq, 64]; rows that see nothing have no part in anything."""
-        cut: Tensor = block_sparse.cut(t.where(seen, fill)[..., None], count)[..., 0]
+        cut: Tensor = block_sparse.cut(t.where(seen, 0)[..., None], count)[..., 0]
         return cut
 
-    empty = ~block_sparse.cut(seen[..., None].double(), count)[..., 0].bool()
-    delta, delta_noise, row_lse = rows_of(delta), rows_of(delta_noise), rows_of(lse).masked_fill(empty, -torch.inf)
+    takes_part = rows_of(torch.ones_like(lse)) > 0
+    empty = block_sparse.cut((~seen).double()[..., None], count)[..., 0] > 0
+    delta, delta_noise = rows_of(delta), rows_of(delta_noise)
+    row_lse = rows_of(lse).masked_fill(~takes_part, -torch.inf)
     upstream = block_sparse.cut(dout.where(seen[..., None], 0), count)
 
     of_q, of_k = (*q.shape[:2], count, block, q.shape[3]), (*k.shape[:2], kv_blocks + 1, block, k.shape[3])
