@@ -20,7 +20,7 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SANITIZER = $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 
-.PHONY: build demo test bench stale tables sanitize lint format clean
+.PHONY: build demo test bench stale tables sanitize soak lint format clean
 
 build: $(STAMPS)/package
 
@@ -57,9 +57,17 @@ stale:
 tables: build
 	$(PY) bench/tables.py
 
+# compute-sanitizer over small calls of every operator, a part at a time: all parts, or `make sanitize-sparse_mla_bwd`.
 sanitize: build
-	$(SANITIZER) --tool memcheck --error-exitcode 1 $(PY) tests/sanitize.py
-	$(SANITIZER) --tool racecheck --error-exitcode 1 $(PY) tests/sanitize.py --without mhc_pre_fwd
+	$(PY) tests/sanitize.py --sanitizer $(SANITIZER)
+
+sanitize-%: build
+	$(PY) tests/sanitize.py --sanitizer $(SANITIZER) --only $*
+
+# Random calls of everything against the reference: `make soak MINUTES=10`.
+MINUTES ?= 3
+soak: build
+	$(PY) tests/soak.py --minutes $(MINUTES)
 
 lint: build
 	@$(PY) tools/run_if_installed.py ruff check .

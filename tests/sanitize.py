@@ -1,21 +1,31 @@
-"""Small calls of every variant of the kernels, for compute-sanitizer. Exits with an error on a wrong result.
+"""Small calls of every operator and of every variant of the kernels, under compute-sanitizer, a part at a time.
 
-compute-sanitizer --tool memcheck python tests/sanitize.py [--only NAME ..] [--without NAME ..]
+    python tests/sanitize.py [--only NAME ..] [--tool memcheck racecheck]     each part under each tool
+    python tests/sanitize.py --run NAME                                       a part's calls alone, without a tool
 
-Names are those of checks, such as sparse_mla. racecheck knows barriers alone: to it the words that CTAs of mhc_pre_fwd
-send each other, and read until they have come, are races.
+Each part takes less than two minutes: its calls are small, and they are judged on the CPU, so that a tool watches
+little but the kernels. memcheck finds accesses outside of each tensor, not of the allocator's blocks alone: every
+tensor is allocated by itself. racecheck knows barriers alone: to it the words that CTAs of mhc_pre_fwd send each other,
+and read until they have come, are races, so that part is left out.
 """
 
 import argparse
 import itertools
 import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.block_inputs import make_block_inputs, make_heads
+from dsa_ext.testing.calls import ORDINARY, with_forward
 from dsa_ext.testing.inputs import (
     INT32_MAX,
     INT32_MIN,
@@ -26,38 +36,39 @@ from dsa_ext.testing.inputs import (
     strided_copy,
     strided_rows,
 )
-from dsa_ext.testing.tolerances import (
-    SIMILARITY,
-    backward_errors,
-    check_dist,
-    check_selected,
-    forward_errors,
-    logits_errors,
-    similarity_error,
-)
+from dsa_ext.testing.progress import Progress
+from dsa_ext.testing.tolerances import check, check_selected
 
-# (S, S_kv, H, G, K, Dqk): one tile, several tiles, partial heads, groups, keys split over CTAs, nothing to see, several
-# queries a CTA.
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+TOOLS = ("memcheck", "racecheck")
+#: Parts that a tool leaves out.
+LEFT_OUT = {"memcheck": (), "racecheck": ("mhc_pre_fwd",)}
+#: Seconds after which a part counts as one that hangs.
+LIMIT = 600
+Args = dict[str, Any]
+
+# (B, S, S_kv, H, G, K, Dqk): one tile, several tiles, partial heads, groups, keys split over CTAs, nothing to see,
+# several queries a CTA.
 SPARSE_MLA = (
-    (3, 100, 64, 1, 64, 576),
-    (3, 100, 128, 1, 200, 512),
-    (2, 100, 3, 1, 70, 576),
-    (2, 100, 16, 1, 130, 512),
-    (2, 100, 34, 2, 65, 576),
-    (1, 600, 17, 1, 520, 576),
-    (2, 0, 65, 1, 5, 576),
-    (300, 200, 100, 1, 129, 576),
+    (2, 3, 100, 64, 1, 64, 576),
+    (2, 3, 100, 128, 1, 200, 512),
+    (1, 2, 100, 3, 1, 70, 576),
+    (2, 2, 100, 16, 1, 130, 512),
+    (1, 2, 100, 34, 2, 65, 576),
+    (1, 1, 600, 17, 1, 520, 576),
+    (2, 2, 0, 65, 1, 5, 576),
+    (1, 150, 100, 100, 1, 70, 576),
 )
 # (R, C, K): one column, all selected, candidates that are cut, rows cut in two and in eight.
 TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17004, 100), (1, 70001, 2048))
 # (S, S_kv, K): one of each, all selected, several blocks of queries, many keys. Every variant takes one of them.
 INDEXER = ((1, 1, 1), (5, 200, 300), (130, 300, 64), (3, 9000, 500))
-
-# (B, H, Mq, Mkv): no block, rows of one warp, of two, of many.
-BLOCK_SPARSE = ((1, 1, 1), (300, 500, 5), (64, 4000, 63))  # queries, keys, slots
-COARSE = ((1, 1), (300, 150), (9000, 100))  # queries, keys
+# (S, S_kv, K): one slot, several tiles, several queries a CTA. Every variant takes one of them.
+INDEXER_TRAINING = ((1, 1, 1), (5, 200, 300), (150, 300, 129))
+# queries, keys, slots: no block, rows of one warp, of two, of many.
+BLOCK_SPARSE = ((1, 1, 1), (200, 500, 5), (64, 4000, 63))
+COARSE = ((1, 1), (300, 150), (3000, 100))  # queries, keys
 BLOCK_SELECT = ((1, 1, 2, 0), (1, 2, 3, 364), (2, 1, 2, 700), (1, 1, 2, 16384))
-
 # (H, N): one row, a part of a CTA's, several CTAs.
 GATED_FUSION = ((1, 1), (3, 7), (3, 50))
 # (M, N): one block, parts of a CTA's rows and columns, several CTAs.
@@ -67,209 +78,307 @@ FP8_GEMM = ((1, 1, 128), (9, 200, 640), (30, 64, 2176), (64, 8500, 256), (70, 72
 # (B, S, n, D): one token, clusters of 2 to 16 CTAs, tiles in turn.
 MHC = ((1, 1, 2, 128), (1, 40, 4, 640), (2, 9, 4, 1920), (1, 17, 4, 3968), (1, 1100, 4, 128))
 
-# (S, S_kv, K): one slot, several tiles, several queries a CTA.
-INDEXER_TRAINING = ((1, 1, 1), (5, 200, 300), (300, 500, 129))
+
+# ---- Calls, whose arguments are made on the CPU
 
 
-def sparse_mla(seq: int, s_kv: int, heads: int, groups: int, topk: int, d_qk: int) -> None:
-    inputs = make_inputs(2, seq, s_kv, heads, groups, topk, d_qk, device="cuda")
-    q, kv = strided_copy(inputs.q, swap_leading=True), strided_copy(inputs.kv)
-    indices = spoil_indices(inputs.indices, s_kv)
-    lengths = torch.full((2, seq), topk, dtype=torch.int32, device="cuda")
-    lengths[0, 0] = 0
-    sink = torch.linspace(-1, 1, heads, device="cuda")
-    sink[0] = math.inf
-    for options in (
-        {"causal": False},
-        {"q_start": 50, "kv_stride": 2, "topk_length": lengths, "attn_sink": sink},
-    ):
-        out, lse = dsa_ext.sparse_mla(q, kv, indices, return_lse=True, **options)
-        forward_errors(out, lse, q, kv, indices, **options).check()
-        plain = {name: value for name, value in options.items() if name != "attn_sink"}
-        for kind in ({}, {"normalize": True}, {"per_head_block": True}):
-            check_dist(dsa_ext.attn_dist(q, kv, indices, lse, **plain, **kind), q, kv, indices, lse, **plain, **kind)
-        for deterministic in (False, True):
-            grads = torch.ops.dsa.sparse_mla_bwd(
-                out, q, kv, out, lse, indices, **options, dlse=lse.clamp(min=0), deterministic=deterministic
-            )
-            backward_errors(grads, out, q, kv, out, lse, indices, lse.clamp(min=0), **options).check()
-
-
-def topk_select(rows: int, columns: int, topk: int) -> None:
-    nasty = nasty_rows(columns, device="cuda")
-    starts = torch.tensor([3, 0, INT32_MIN], dtype=torch.int32, device="cuda")[:rows]
-    ends = torch.tensor([columns, columns - 5, INT32_MAX], dtype=torch.int32, device="cuda")[:rows]
-    for names in (("normal", "plateau of zeros", "NaN"), ("ascending", "one fp16 bucket", "infinities")):
-        logits = torch.stack([nasty[name] for name in names[:rows]])
-        for dtype in (torch.float32, torch.bfloat16):
-            args = (strided_rows(logits.to(dtype)), starts, ends, topk)
-            check_selected(dsa_ext.topk_select(*args), reference.topk_select(*args))
-
-
-def indexer(seq: int, s_kv: int, topk: int) -> None:
-    dtypes = (torch.float8_e4m3fn, torch.bfloat16)
-    first = INDEXER.index((seq, s_kv, topk))
-    for i, (dtype, heads, dim) in enumerate(itertools.product(dtypes, (8, 16, 32, 64), (64, 128))):
-        if (i + i // 4) % len(INDEXER) != first:
-            continue
-        inputs = make_indexer_inputs(seq, s_kv, heads, dim, dtype=dtype, device="cuda")
-        inputs.ks[-1] = 5
-        args = (strided_copy(inputs.q), strided_rows(inputs.k), strided_rows(inputs.weights), inputs.ks, inputs.ke)
-        k_scale = inputs.k_scale
-        logits = dsa_ext.indexer_logits(*args, k_scale=k_scale)
-        logits_errors(logits, *args, k_scale).check()
-        dsa_ext.indexer_logits(*args, k_scale=k_scale, clean=False)
-        expected = reference.topk_select(logits, inputs.ks, inputs.ke, topk)
-        check_selected(dsa_ext.indexer_topk(*args, topk, k_scale=k_scale), expected)
-
-
-def indexer_training(seq: int, s_kv: int, topk: int) -> None:
-    for heads, dim in itertools.product((8, 16, 32, 64), (64, 128)):
-        inputs = make_indexer_inputs(seq, s_kv, heads, dim, dtype=torch.bfloat16, device="cuda")
-        indices = torch.arange(seq * topk, device="cuda", dtype=torch.int32).view(seq, topk) * 7 % (s_kv + 1) - 1
-        args = (strided_copy(inputs.q), strided_rows(inputs.k), strided_rows(inputs.weights), strided_rows(indices, -1))
-        scores = dsa_ext.indexer_scores(*args)
-        expected = reference.indexer_scores(*args)
-        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-3)
-        loss = dsa_ext.indexer_loss(scores, torch.ones_like(scores), valid=indices >= 0, reduction="none")
-        torch.testing.assert_close(
-            loss, reference.indexer_loss(scores, torch.ones_like(scores))[0], rtol=1e-4, atol=1e-4
-        )
-        for deterministic in (False, True):
-            dscores = scores.masked_fill(indices < 0, torch.nan)
-            got = torch.ops.dsa.indexer_scores_bwd(dscores, *args, deterministic)
-            check_gradients(got, reference.indexer_scores_bwd(*(t.double() for t in (dscores, *args[:3])), indices))
-            dlogits = torch.randn(seq, s_kv, device="cuda")
-            got = torch.ops.dsa.indexer_logits_bwd(dlogits, *args[:3], inputs.ks, inputs.ke, deterministic)
-            wide = (t.double() for t in (dlogits, *args[:3]))
-            check_gradients(got, reference.indexer_logits_bwd(*wide, inputs.ks, inputs.ke))
-
-
-def block_select(batch: int, heads: int, q_blocks: int, blocks: int) -> None:
-    rows = strided_rows(torch.rand(batch * heads * q_blocks, blocks, device="cuda") ** 8, math.inf)
-    for dtype, options in itertools.product(
-        (torch.float32, torch.bfloat16), ({}, {"mode": "top_tau", "tau": 1.0}, {"mode": "topk", "topk": 9})
-    ):
-        scores = strided_rows(rows.to(dtype), math.inf).view(batch, heads, q_blocks, blocks)
-        got = dsa_ext.block_select(scores, **options)
-        expected = dsa_ext.block_select(scores.cpu(), **options)
-        for a, b in zip(got, expected, strict=True):
-            assert torch.equal(a.cpu(), b), options
-
-
-def block_sparse_attn(n_q: int, n_kv: int, slots: int) -> None:
-    for dim in (64, 128):
-        x = make_block_inputs(n_q=n_q, n_kv=n_kv, slots=slots, dim=dim, dtype=torch.bfloat16, device="cuda")
-        args = (*(strided_copy(t.transpose(1, 2)).transpose(1, 2) for t in (x.q, x.k, x.v)), *x.lists())
-        got, lse = torch.ops.dsa.block_sparse_attn_fwd(*args)
-        wide = tuple(t.double() for t in args[:3])
-        expected, expected_lse = reference.block_sparse_attn_fwd(*wide, *args[3:])
-        assert not expected.any() or similarity_error(got, expected) <= SIMILARITY, similarity_error(got, expected)
-        dlse = lse.clamp(min=0)
-        grads = torch.ops.dsa.block_sparse_attn_bwd(got, *args[:3], got, lse, *args[3:], dlse=dlse)
-        expected_grads = reference.block_sparse_attn_bwd(
-            got.double(), *wide, expected, expected_lse, *args[3:], dlse=dlse.double()
-        )
-        # With one key, dq is what rounding leaves of 0.
-        pairs = [(a, b) for a, b in zip(grads, expected_grads, strict=True) if bool((b.abs() > 1e-6).any())]
-        check_gradients(*(tuple(side) for side in zip(*pairs, strict=True)))
-
-
-def coarse_attn(n_q: int, n_kv: int) -> None:
-    for dim in (64, 128):
-        heads = make_heads(n_q=n_q, n_kv=n_kv, dim=dim, dtype=torch.bfloat16, device="cuda")
-        args = [strided_copy(t.transpose(1, 2)).transpose(1, 2) for t in heads]
-        out, lse, scores = torch.ops.dsa.coarse_attn_fwd(*args)
-        expected, *sums = reference.coarse_attn_fwd(*(t.double() for t in args))
-        assert similarity_error(out, expected) <= SIMILARITY, similarity_error(out, expected)
-        torch.testing.assert_close([lse.double(), scores.double()], sums, rtol=1e-4, atol=1e-5)
-
-
-def gated_fusion(heads: int, length: int) -> None:
-    for dim, gate_dtype in itertools.product((64, 128), (torch.bfloat16, torch.float32)):
-        rows = torch.randn(3, 2, heads, length, dim, device="cuda").bfloat16()
-        dout, fine, coarse = rows[0], strided_copy(rows[1]), rows[2].transpose(1, 2).contiguous().transpose(1, 2)
-        gate = torch.randn(2, length, heads, device="cuda").to(gate_dtype).mT
-        got = torch.ops.dsa.gated_fusion_fwd(fine, coarse, gate)
-        wide = [t.double() for t in (fine, coarse, gate)]
-        expected = reference.gated_fusion_fwd(*wide)
-        assert similarity_error(got, expected) <= SIMILARITY, similarity_error(got, expected)
-        gradients = torch.ops.dsa.gated_fusion_bwd(dout, fine, coarse, gate)
-        check_gradients(gradients, reference.gated_fusion_bwd(dout.double(), *wide))
-
-
-def act_quant(rows: int, columns: int) -> None:
-    for dtype, round_scale in itertools.product((torch.bfloat16, torch.float32), (False, True)):
-        x = torch.randn(rows, columns, device="cuda").to(dtype)
-        got, expected = dsa_ext.act_quant(x, round_scale=round_scale), reference.act_quant(x.cpu(), round_scale)
-        for a, b in zip(got, expected, strict=True):
-            assert torch.equal(a.cpu().float(), b.float())
-
-
-def fp8_gemm(rows: int, width: int, columns: int) -> None:
-    x, w = (torch.randn(n, columns, device="cuda").bfloat16() for n in (rows, width))
-    args = (*dsa_ext.act_quant(x), *dsa_ext.prepare_weight(w))
-    assert similarity_error(dsa_ext.fp8_gemm(*args), reference.fp8_gemm(*args)) <= 2 * SIMILARITY
-
-
-def make_streams(batch: int, length: int, streams: int, columns: int) -> tuple[Tensor, ...]:
-    """x, phi, alpha, bias, gamma"""
-    mixed, flat = streams * streams + 2 * streams, streams * columns
-    sizes = ((batch, length, streams, columns), (mixed, flat), (3,), (mixed,), (flat,))
-    x, phi, alpha, bias, gamma = (torch.randn(*size, device="cuda") for size in sizes)
-    return x.bfloat16(), phi / flat**0.5, alpha, bias, 1 + gamma / 4
-
-
-def mhc_pre_fwd(batch: int, length: int, streams: int, columns: int) -> None:
-    args = make_streams(batch, length, streams, columns)
-    check_gradients(torch.ops.dsa.mhc_pre_fwd(*args), reference.mhc_pre_fwd(*(t.double() for t in args)))
-
-
-def mhc(batch: int, length: int, streams: int, columns: int) -> None:
-    x, phi, alpha, bias, gamma = make_streams(batch, length, streams, columns)
-    y, h_post, h_res, *saved = reference.mhc_pre_fwd(x, phi, alpha, bias, gamma)
-    upstream = (y, torch.randn_like(h_post), torch.randn_like(h_res))
-    args = (*upstream, x, phi, alpha, gamma, h_post, *saved)
-    check_gradients(torch.ops.dsa.mhc_pre_bwd(*args), reference.mhc_pre_bwd(*(t.double() for t in args)))
-    args = (x, y, h_post, h_res)
-    out, expected = torch.ops.dsa.mhc_post(*args), reference.mhc_post(*(t.double() for t in args))
-    # With one round: of weights that have converged the gradient is what rounding leaves.
-    gradients = torch.ops.dsa.mhc_post_bwd(x, *args, 1)
-    expected_gradients = reference.mhc_post_bwd(x.double(), *(t.double() for t in args), 1)
-    check_gradients((out, *gradients), (expected, *expected_gradients))
-
-
-def check_gradients(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for a, b in zip(got, expected, strict=True):
-        # With a single key and query there is nothing over which roundings, three of bf16, would average out.
-        assert similarity_error(a, b) <= 4 * SIMILARITY, (a.shape, similarity_error(a, b))
-
-
-def main() -> None:
-    checks = (
-        (sparse_mla, SPARSE_MLA),
-        (topk_select, TOPK_SELECT),
-        (indexer, INDEXER),
-        (indexer_training, INDEXER_TRAINING),
-        (block_select, BLOCK_SELECT),
-        (block_sparse_attn, BLOCK_SPARSE),
-        (coarse_attn, COARSE),
-        (gated_fusion, GATED_FUSION),
-        (act_quant, ACT_QUANT),
-        (fp8_gemm, FP8_GEMM),
-        (mhc_pre_fwd, MHC),
-        (mhc, MHC),
+def on_gpu(value: Any) -> Any:
+    """A tensor in the same layout, and in memory of its own that ends where its last element does."""
+    if not isinstance(value, Tensor):
+        return value
+    offset, reach = (
+        value.storage_offset(),
+        1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)),
     )
-    by_name = {check.__name__: (check, cases) for check, cases in checks}
+    if value.numel() == 0:
+        return value.cuda()
+    memory = value.as_strided((offset + reach,), (1,), 0).cuda()
+    return memory.as_strided(value.shape, value.stride(), offset)
+
+
+def call(op: str, args: Args) -> tuple[Tensor, ...]:
+    """The results of torch.ops.dsa.<op>, back on the CPU."""
+    results = getattr(torch.ops.dsa, op)(**{name: on_gpu(value) for name, value in args.items()})
+    return tuple(t.cpu() for t in ((results,) if isinstance(results, Tensor) else results))
+
+
+def checked(op: str, **args: Any) -> tuple[Tensor, ...]:
+    results = call(op, args)
+    check(op, results, args)
+    return results
+
+
+def swapped(x: Tensor) -> Tensor:
+    """Heads [B, H, N, D] whose memory is in the order of N, B, H, as sequence-first models have them."""
+    return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+
+
+def random(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- Parts
+
+
+def attention_args() -> Iterator[Args]:
+    """What the operators of sparse MLA take, in several layouts, with the options of either kind."""
+    for i, (batch, seq, s_kv, heads, groups, topk, d_qk) in enumerate(SPARSE_MLA):
+        inputs = make_inputs(batch, seq, s_kv, heads, groups, topk, d_qk)
+        lengths = torch.full((batch, seq), topk, dtype=torch.int32)
+        lengths[0, 0] = 0
+        q, kv = strided_copy(inputs.q, swap_leading=True), strided_copy(inputs.kv)
+        args = {"q": q, "kv": kv, "indices": spoil_indices(inputs.indices, s_kv)}
+        if i % 2:
+            yield {**args, "causal": False}
+        else:
+            yield {**args, "q_start": 50, "kv_stride": 2, "topk_length": lengths}
+
+
+def with_sink(args: Args) -> Args:
+    sink = torch.linspace(-1, 1, args["q"].shape[2])
+    sink[0] = math.inf
+    return {**args, "attn_sink": sink}
+
+
+def sparse_mla_fwd() -> None:
+    for args in attention_args():
+        checked("sparse_mla_fwd", **args)
+    checked("sparse_mla_fwd", **with_sink(args))
+
+
+def attn_dist() -> None:
+    for args, kind in zip(attention_args(), itertools.cycle(({}, {"normalize": True}, {"per_head_block": True}))):
+        checked("attn_dist", **with_forward("attn_dist", args), **kind)
+
+
+def sparse_mla_bwd() -> None:
+    for i, args in enumerate(attention_args()):
+        seq, heads = args["q"].shape[1:3]
+        dout, dlse = random(len(args["q"]), seq, heads, 512).to(BF16), random(len(args["q"]), seq, heads, seed=4)
+        args = with_forward("sparse_mla_bwd", {**(with_sink(args) if i % 3 else args), "dout": dout, "dlse": dlse})
+        checked("sparse_mla_bwd", **args)
+        checked("sparse_mla_bwd", **args, deterministic=True)
+    # A few of very many keys, one of them listed by all.
+    args = ORDINARY["sparse_mla_bwd"](seq=3, s_kv=20_000, topk=70)
+    args["indices"][..., 5] = 19_999
+    checked("sparse_mla_bwd", **with_forward("sparse_mla_bwd", args), deterministic=True)
+
+
+def topk_select() -> None:
+    for i, (rows, columns, topk) in enumerate(TOPK_SELECT):
+        nasty = nasty_rows(columns)
+        starts = torch.tensor([3, 0, INT32_MIN], dtype=torch.int32)[:rows]
+        ends = torch.tensor([columns, columns - 5, INT32_MAX], dtype=torch.int32)[:rows]
+        for names in (("normal", "plateau of zeros", "NaN"), ("ascending", "one fp16 bucket", "infinities")):
+            logits = torch.stack([nasty[name] for name in names[:rows]]).to((torch.float32, BF16)[i % 2])
+            for layout in (strided_rows, unaligned_rows):
+                checked("topk_select", logits=layout(logits), starts=starts, ends=ends, topk=topk)
+    for dtype in (torch.float32, BF16):
+        ends = torch.full((9,), 5, dtype=torch.int32)
+        checked("topk_select", logits=random(9, 5).to(dtype), starts=torch.zeros_like(ends), ends=ends, topk=3)
+
+
+def unaligned_rows(rows: Tensor) -> Tensor:
+    """The same rows from column 1 of wider ones on."""
+    return torch.cat([rows[:, :1], rows], 1)[:, 1:]
+
+
+def indexer_args(shape: tuple[int, int, int], heads: int, dim: int, dtype: torch.dtype) -> Args:
+    inputs = make_indexer_inputs(*shape[:2], heads, dim, dtype=dtype)
+    inputs.ks[-1] = 5
+    args = {"q": strided_copy(inputs.q), "k": strided_rows(inputs.k), "weights": strided_rows(inputs.weights)}
+    args |= {"cu_seqlen_ks": inputs.ks, "cu_seqlen_ke": inputs.ke}
+    return args if inputs.k_scale is None else {**args, "k_scale": inputs.k_scale}
+
+
+def indexer() -> None:
+    for i, (dtype, heads, dim) in enumerate(itertools.product((FP8, BF16), (8, 16, 32, 64), (64, 128))):
+        shape = INDEXER[(i + i // 4) % len(INDEXER)]
+        args = indexer_args(shape, heads, dim, dtype)
+        (logits,) = checked("indexer_logits", **args)
+        call("indexer_logits", {**args, "clean": False})
+        bounds = (args["cu_seqlen_ks"], args["cu_seqlen_ke"])
+        check_selected(
+            call("indexer_topk", {**args, "topk": shape[2]}), reference.topk_select(logits, *bounds, shape[2])
+        )
+
+
+def indexer_training() -> None:
+    for i, (heads, dim) in enumerate(itertools.product((8, 16, 32, 64), (64, 128))):
+        shape = seq, s_kv, topk = INDEXER_TRAINING[i % len(INDEXER_TRAINING)]
+        args = indexer_args(shape, heads, dim, BF16)
+        of_rows = {name: args[name] for name in ("q", "k", "weights")}
+        indices = torch.arange(seq * topk, dtype=torch.int32).view(seq, topk) * 7 % (s_kv + 1) - 1
+        listed = {**of_rows, "indices": strided_rows(indices, -1)}
+        checked("indexer_scores", **listed)
+        dscores = random(seq, topk).masked_fill(indices < 0, torch.nan)
+        for deterministic in (False, True):
+            checked("indexer_scores_bwd", dscores=dscores, **listed, deterministic=deterministic)
+            checked("indexer_logits_bwd", dlogits=random(seq, s_kv), **args, deterministic=deterministic)
+
+
+def indexer_packed() -> None:
+    """Two sequences with a gap between their keys, in which nobody looks."""
+    args = ORDINARY["indexer_logits_bwd"](seq=40, s_kv=300)
+    second = torch.arange(40) >= 20
+    args["k"][100:200] = torch.nan
+    args["cu_seqlen_ks"] = torch.where(second, 200, 0).int()
+    args["cu_seqlen_ke"] = torch.where(second, 300, 100).int()
+    for deterministic in (False, True):
+        checked("indexer_logits_bwd", **args, deterministic=deterministic)
+    del args["dlogits"]
+    checked("indexer_logits", **args)
+
+
+def indexer_loss() -> None:
+    for slots in (1, 50, 3000):
+        args = ORDINARY["indexer_loss"](slots=slots)
+        checked("indexer_loss", **args)
+        checked("indexer_loss", **args, valid=random(*args["p"].shape) > 0)
+    checked("indexer_dense_loss", **ORDINARY["indexer_dense_loss"]())
+
+
+def block_select() -> None:
+    for batch, heads, q_blocks, blocks in BLOCK_SELECT:
+        weights = random(batch * heads * q_blocks, blocks).sigmoid() ** 8
+        kinds = ({}, {"min_ratio": 1.0, "max_ratio": 1.0, "tau": 1.0}, {"topk": 9})
+        for dtype, options in itertools.product((torch.float32, BF16), kinds):
+            scores = strided_rows(weights.to(dtype), math.inf).view(batch, heads, q_blocks, blocks)
+            checked("block_select", scores=scores, **options)
+
+
+def block_sparse_args(n_q: int, n_kv: int, slots: int, dim: int, batch: int = 1) -> Args:
+    x = vars(make_block_inputs(batch=batch, n_q=n_q, n_kv=n_kv, slots=slots, dim=dim, dtype=BF16))
+    return {n: strided_copy(t.transpose(1, 2)).transpose(1, 2) if n in "qkv" else t for n, t in x.items()}
+
+
+def block_sparse_attn_fwd() -> None:
+    for dim, shape in itertools.product((64, 128), BLOCK_SPARSE):
+        checked("block_sparse_attn_fwd", **block_sparse_args(*shape, dim))
+        args = block_sparse_args(130, 200, 3, dim, batch=2)
+        checked("block_sparse_attn_fwd", **{n: swapped(t) if n in "qkv" else t for n, t in args.items()})
+    args["q"], args["k"] = 2e4 * args["q"], 2e4 * args["k"]
+    checked("block_sparse_attn_fwd", **args)
+
+
+def block_sparse_attn_bwd() -> None:
+    def backward(args: Args) -> None:
+        shape = args["q"].shape
+        args = {**args, "dout": swapped(random(*shape).to(BF16)), "dlse": random(*shape[:3], seed=4)}
+        checked("block_sparse_attn_bwd", **with_forward("block_sparse_attn_bwd", args))
+
+    for dim, shape in itertools.product((64, 128), BLOCK_SPARSE):
+        backward(block_sparse_args(*shape, dim))
+    args = block_sparse_args(130, 200, 3, 64, batch=2)
+    backward({name: swapped(t) if name in "qkv" else t for name, t in args.items()})
+
+
+def coarse_attn() -> None:
+    for dim, (n_q, n_kv) in itertools.product((64, 128), COARSE):
+        q, k, v = (swapped(t) for t in make_heads(n_q=n_q, n_kv=n_kv, dim=dim, dtype=BF16))
+        checked("coarse_attn_fwd", q=q, k=k, v=v)
+
+
+def gated_fusion() -> None:
+    for (heads, length), dim, gate_dtype in itertools.product(GATED_FUSION, (64, 128), (BF16, torch.float32)):
+        rows = random(3, 2, heads, length, dim).to(BF16)
+        args = {"fine": strided_copy(rows[0]), "coarse": swapped(rows[1])}
+        args["gate"] = random(2, length, heads).to(gate_dtype).mT
+        checked("gated_fusion_fwd", **args)
+        checked("gated_fusion_bwd", dout=rows[2], **args)
+
+
+def act_quant() -> None:
+    for (rows, columns), dtype in itertools.product(ACT_QUANT, (BF16, torch.float32)):
+        for round_scale in (False, True):
+            checked("act_quant", x=random(rows, columns).to(dtype), round_scale=round_scale)
+    checked("act_quant", x=random(2, 1, 256).expand(2, 3, 256))
+
+
+def fp8_gemm() -> None:
+    for rows, width, columns in FP8_GEMM:
+        x, w = (random(n, columns).to(BF16) for n in (rows, width))
+        args = dict(zip(("a", "a_s", "b", "b_s"), (*reference.act_quant(x), *reference.prepare_weight(w)), strict=True))
+        checked("fp8_gemm", **args)
+
+
+def mhc_pre_fwd() -> None:
+    for batch, length, streams, columns in MHC:
+        args = ORDINARY["mhc_pre_fwd"](batch * length, streams, columns)
+        args["x"] = args["x"].view(batch, length, streams, columns)
+        checked("mhc_pre_fwd", **args)
+
+
+def mhc() -> None:
+    for batch, length, streams, columns in MHC:
+        sizes = (batch * length, streams, columns)
+        checked("mhc_pre_bwd", **ORDINARY["mhc_pre_bwd"](*sizes))
+        checked("mhc_post", **ORDINARY["mhc_post"](*sizes))
+        checked("mhc_post_bwd", **ORDINARY["mhc_post_bwd"](*sizes), iterations=3)
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    part.__name__: part
+    for part in (
+        sparse_mla_fwd,
+        sparse_mla_bwd,
+        attn_dist,
+        topk_select,
+        indexer,
+        indexer_training,
+        indexer_packed,
+        indexer_loss,
+        block_select,
+        block_sparse_attn_fwd,
+        block_sparse_attn_bwd,
+        coarse_attn,
+        gated_fusion,
+        act_quant,
+        fp8_gemm,
+        mhc_pre_fwd,
+        mhc,
+    )
+}
+
+
+# ---- Under the tools
+
+
+def sanitized(tool: str, part: str, sanitizer: str) -> str | None:
+    """What the tool, or the part, finds wrong."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, __file__, "--run", part]
+    environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return f"did not end in {LIMIT} s"
+    return (done.stdout + done.stderr)[-20_000:] if done.returncode else None
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=by_name, default=list(by_name), metavar="NAME")
-    parser.add_argument("--without", nargs="+", choices=by_name, default=[], metavar="NAME")
+    parser.add_argument("--run", choices=PARTS, metavar="NAME", help="the calls of this part, in this process")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME")
+    parser.add_argument("--tool", nargs="+", choices=TOOLS, default=TOOLS)
+    default = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    parser.add_argument("--sanitizer", default=default, metavar="PATH")
     args = parser.parse_args()
-    for check, cases in (by_name[name] for name in args.only if name not in args.without):
-        for case in cases:
-            check(*case)
-            print(f"{check.__name__} {case}: correct")
+    if args.run is not None:
+        PARTS[args.run]()
+        return 0
+    jobs = [(tool, part) for tool in args.tool for part in args.only if part not in LEFT_OUT[tool]]
+    progress, wrong = Progress(len(jobs)), []
+    for tool, part in jobs:
+        begin = time.monotonic()
+        found = sanitized(tool, part, args.sanitizer)
+        took = f"{tool} {part}: {time.monotonic() - begin:.0f} s"
+        if found is not None:
+            wrong.append(f"{tool} {part}")
+            print(f"\n{took}, ERRORS\n{found}", flush=True)
+        progress.step(took)
+    print(f"{len(jobs) - len(wrong)} of {len(jobs)} parts are free of errors" + "".join(f"\n  not {w}" for w in wrong))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

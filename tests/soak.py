@@ -294,8 +294,8 @@ def main(argv: list[str] | None = None) -> int:
         share = args.memory * 1e9 / torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     if args.minutes is None:
-        print(make_call(args.op, args.seed, soaked.device).describe())
         soaked.call(args.op, args.seed)
+        print(soaked.what)
     else:
         base = args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "big")
         print(f"seed {base}", flush=True)

@@ -61,8 +61,8 @@ def _read(k: Tensor, index: Tensor, number: Tensor, sizes: Tensor | None) -> Ten
     count = blocks(length)
     rows = torch.where(listed_blocks(index, number, count), index, count).long().flatten(2)
     listed = torch.zeros(batch, index.shape[1], count + 1, dtype=torch.bool, device=k.device).scatter_(2, rows, True)
-    listed = listed.unflatten(1, (kv_heads, -1)).any(2)
-    return (listed[..., :count, None] & valid_keys(k, sizes)).flatten(2)[..., :length]
+    seen: Tensor = listed.unflatten(1, (kv_heads, -1)).any(2)[..., :count, None] & valid_keys(k, sizes)
+    return seen.flatten(2)[..., :length]
 
 
 def block_sparse_attn_fwd(draw: Draw) -> Args:

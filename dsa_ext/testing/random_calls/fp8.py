@@ -31,7 +31,7 @@ def fp8_gemm(draw: Draw) -> Args:
         rows = min(rows, _MAX_ROWS)
     columns = count * BLOCK
     a, a_s = reference.act_quant(draw.floats(rows, columns, name="a"), draw.chance(0.3))
-    b, b_s = reference.prepare_weight(draw.floats(width, columns, name="b") * columns**-0.5, draw.chance(0.3))
+    b, b_s = reference.prepare_weight(draw.floats(width, columns, name="b") * max(1, columns) ** -0.5, draw.chance(0.3))
     return {
         "a": draw.view(a),
         "a_s": _scales(draw, a_s),

@@ -13,7 +13,7 @@ _GATES = ("h_post", "inv_rms", "h_mix", "h_pre")
 
 def _sizes(draw: Draw) -> tuple[int, int, int, int]:
     """Batch, tokens, streams, columns."""
-    streams = draw.choice((2, 4) if draw.device.type == "cuda" else (2, 4, 8))
+    streams = draw.choice((2, 4))
     batch = draw.choice((1, 1, 2, 3))
     seq, count = draw.within(128 * batch * streams * 8, draw.length(4096), draw.size(64))
     return batch, seq, streams, 128 * count

@@ -4,8 +4,8 @@ What a module selects is not a function that bf16 and float64 share: the copy is
 """
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -60,9 +60,15 @@ def _call(target: str, draw: Draw, layer: nn.Module, args: Args, step: Step, sel
     return Call(target, args, run, judge, tuple(range(1 + len(selected), count)), draw.notes, same_way=True)
 
 
-def _without_onednn() -> AbstractContextManager[None]:
+@contextmanager
+def _without_onednn() -> Iterator[None]:
     """Its products of bf16 end the process on virtual machines that lack some of their processor's instructions."""
-    return torch.backends.mkldnn.flags(enabled=False)
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _compare(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> None:
