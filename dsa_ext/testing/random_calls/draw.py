@@ -188,7 +188,7 @@ class Draw:
         slots = shape[-1]
         rows = torch.Size(shape[:-1]).numel()
         kind = self.choice(("distinct", "distinct", "distinct", "ascending", "ascending", "repeated", "same", "window"))
-        if kind in ("distinct", "ascending") and 0 < rows * keys * slots and rows * keys <= _RANDOM_KEYS:
+        if kind in ("distinct", "ascending") and rows * keys * slots > 0 and rows * keys <= _RANDOM_KEYS:
             ids = random_indices((1, 1, rows, slots), keys, self.generator).view(shape)
             if kind == "ascending":
                 ids = torch.where(ids < 0, INT32_MAX, ids).sort(-1).values
