@@ -314,7 +314,8 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     ]
     if sink is None:
         return [*expected, Expected("d_sink", d_sink, d_sink, d_sink, None)]
-    noise = ((1 - share) * SUM_OF_PRODUCTS * products + share_noise * delta.abs()).sum((0, 1))
+    # 1 - share has the rounding of share.
+    noise = ((1 - share) * SUM_OF_PRODUCTS * products + (share_noise + FP32_RESOLUTION) * delta.abs()).sum((0, 1))
     total = ((1 - share) * products).sum((0, 1))
     noise = noise + SUM_OF_PRODUCTS * total
     return [*expected, gradient("d_sink", d_sink, noise, torch.zeros_like(noise), overflows(total))]

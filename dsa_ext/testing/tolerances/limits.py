@@ -36,6 +36,8 @@ HUGE = 1e37
 SIMILARITY_NAME = "similarity error"
 #: Roundings to bf16 of fewer numbers do not average out: these are judged one by one alone.
 FEW = 64
+#: In a gradient the rounding of one P or dS is in a whole row.
+FEW_ROWS = 8
 
 
 def similarity_error(a: Tensor, b: Tensor) -> float:
@@ -61,6 +63,7 @@ class Expected:
     similarity: float | None = SIMILARITY
     free: Tensor | None = None  # where fp32 may overflow: anything will do
     loose: Tensor | None = None  # where what is not finite may be NaN or either infinity
+    rows: float = 1  # so many rows of one magnitude, at least, must count: fewer do not average out what they share
 
 
 @dataclass
@@ -101,8 +104,11 @@ def measures(result: Tensor, expected: Expected) -> list[Measure]:
             torch.where(finite, t, 0).reshape(-1, t.shape[-1] if t.dim() else 1)
             for t in (got, value, expected.noise.expand_as(value))
         )
-        counts = noise.square().sum(-1) <= expected.similarity / 2 * b.square().sum(-1)
-        if int(counts.sum()) * a.shape[1] >= FEW:
+        weights = b.square().sum(-1)
+        counts = noise.square().sum(-1) <= expected.similarity * weights
+        weights = weights[counts] / (weights.max() if weights.numel() else 1)
+        rows = float(weights.sum() ** 2 / weights.square().sum()) if weights.any() else 0.0
+        if len(weights) * a.shape[1] >= FEW and rows >= expected.rows:
             found.append(Measure(name, SIMILARITY_NAME, similarity_error(a[counts], b[counts]), expected.similarity))
     return found
 
@@ -174,14 +180,15 @@ def gradient(
 
     Elements are held to GRADIENT_ELEMENTWISE of their row's largest one, or of the whole tensor's with `few_rows`.
     """
-    rounding = BF16_ROUNDING / 2 * squares.sqrt()
+    rounding = BF16_ROUNDING * squares.sqrt()
     magnitude = value.abs().nan_to_num(0, 0, 0)
     largest = magnitude.amax() if few_rows and value.numel() else _row_largest(magnitude)
     return Expected(
         name,
         value,
-        bound=GRADIENT_ELEMENTWISE * largest + BF16_ROUNDING * value.abs() + 4 * rounding + noise + TINY,
-        noise=(noise.square() + rounding.square() / 3).sqrt() + TINY,
+        bound=GRADIENT_ELEMENTWISE * largest + BF16_ROUNDING * value.abs() + 3 * rounding + noise + TINY,
+        noise=(noise.square() + rounding.square() / 6).sqrt() + TINY,
+        rows=FEW_ROWS,
         free=overflows(value, noise) if free is None else free | overflows(value, noise),
         loose=torch.ones_like(value, dtype=torch.bool),
     )
