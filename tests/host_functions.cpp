@@ -11,11 +11,17 @@
 #include "ops/sparse_mla_fwd/config.h"
 #include "ops/sparse_mla_fwd/plan.h"
 #include "ops/topk_select/config.h"
+#include "torch/strides.h"
 
 namespace py = pybind11;
 
 PYBIND11_MODULE(host_functions, m) {
   namespace op = dsa::sparse_mla_fwd;
+  m.def("dense_strides", [](const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+    std::vector<int64_t> result(sizes.size());
+    dsa::dense_strides(static_cast<int>(sizes.size()), sizes.data(), strides.data(), result.data());
+    return result;
+  });
   py::module_ fwd = m.def_submodule("sparse_mla_fwd");
   fwd.def("plan_splits", &op::plan_splits, py::arg("items"), py::arg("topk"), py::arg("num_sms"));
   fwd.attr("block_k") = op::kBlockK;

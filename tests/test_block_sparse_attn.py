@@ -200,7 +200,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         {"k": zeros(B, 3, N_KV, D), "v": zeros(B, 3, N_KV, D)},
         "q's heads must be a multiple of k's, got 4 and 3",
     ),
-    ({"sm_scale": float("inf")}, "sm_scale must be finite in fp32, got inf"),
+    ({"sm_scale": float("inf")}, "sm_scale must be from -2^127 to 2^127, got inf"),
 ]
 
 

@@ -101,6 +101,16 @@ def test_compile() -> None:
     torch.testing.assert_close(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves))
 
 
+@pytest.mark.parametrize("q_start", [2**31 - 20, 2**40, 2**62])
+def test_positions_far_away_see_all_keys(q_start: int) -> None:
+    args = arguments(53)
+    leaves = leaves_of(args)
+    expected = dsa_ext.indexer_dense_loss(**args, causal=False)
+    got = dsa_ext.indexer_dense_loss(**args, q_start=q_start)
+    assert torch.equal(got, expected)
+    assert all(map(torch.equal, torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves)))
+
+
 @pytest.mark.parametrize("name", ["main_q", "main_kv", "lse", "row_weights"])
 def test_teachers_have_no_gradient(name: str) -> None:
     args = arguments() | {"row_weights": torch.ones(S, dtype=torch.float64)}
@@ -121,7 +131,10 @@ def test_teachers_have_no_gradient(name: str) -> None:
         ({"lse": torch.zeros(S, H + 1)}, "lse must be float32 [S=40, H=4], got float32 [40, 5]"),
         ({"row_weights": torch.zeros(S - 1)}, "row_weights must be float32 [S=40], got float32 [39]"),
         ({"weights": torch.zeros(S, HI - 1)}, "weights must be float32 [S=40, Hi=8], got float32 [40, 7]"),
-        ({"q_start": -1}, "q_start must not be negative, got -1"),
+        ({"q_start": -1}, "q_start must be from 0 to 2^62, got -1"),
+        ({"q_start": 2**62 + 1}, "q_start must be from 0 to 2^62, got 4611686018427387905"),
+        ({"sm_scale": 3e38}, "sm_scale must be from -2^127 to 2^127, got 3e+38"),
+        ({"sm_scale": float("nan")}, "sm_scale must be from -2^127 to 2^127, got nan"),
         (
             {"q": torch.zeros(S, HI, DI).to(torch.float8_e4m3fn)},
             "q must be bfloat16, got float8_e4m3fn",

@@ -44,7 +44,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"dlse": torch.zeros(B, S, H).double()}, "dlse must be float32 [B, S, H], got float64 [1, 4, 8]"),
     ({"kv": torch.zeros(B, S_KV, G, D).half()}, "kv must be bfloat16 [B, S_kv, G, Dqk], got float16 [1, 16, 1, 576]"),
     ({"d_v": 256}, "(Dqk, d_v) must be (576, 512) or (512, 512), got (576, 256)"),
-    ({"sm_scale": float("nan")}, "sm_scale must be finite in fp32, got nan"),
+    ({"sm_scale": float("nan")}, "sm_scale must be from -2^127 to 2^127, got nan"),
 ]
 
 

@@ -80,10 +80,12 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         "(Dqk, d_v) must be (576, 512) or (512, 512), got (192, 512)",
     ),
     ({"d_v": 576}, "(Dqk, d_v) must be (576, 512) or (512, 512), got (576, 576)"),
-    ({"sm_scale": float("nan")}, "sm_scale must be finite in fp32, got nan"),
-    ({"sm_scale": float("-inf")}, "sm_scale must be finite in fp32, got -inf"),
-    ({"sm_scale": 1e39}, "sm_scale must be finite in fp32, got 1e+39"),
-    ({"q_start": -1}, "q_start must be at least 0, got -1"),
+    ({"sm_scale": float("nan")}, "sm_scale must be from -2^127 to 2^127, got nan"),
+    ({"sm_scale": float("-inf")}, "sm_scale must be from -2^127 to 2^127, got -inf"),
+    ({"sm_scale": 1e39}, "sm_scale must be from -2^127 to 2^127, got 1e+39"),
+    ({"sm_scale": -3e38}, "sm_scale must be from -2^127 to 2^127, got -3e+38"),
+    ({"q_start": -1}, "q_start must be from 0 to 2^62, got -1"),
+    ({"q_start": 2**63 - 1}, "q_start must be from 0 to 2^62, got 9223372036854775807"),
     ({"kv_stride": 0}, "kv_stride must be at least 1, got 0"),
 ]
 

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <string>
 
+#include "torch/strides.h"
+
 namespace dsa {
 namespace {
 
@@ -131,7 +133,8 @@ void check_rows_aligned(const char* op, const char* name, const Tensor& tensor) 
 }
 
 void check_scale(const char* op, std::optional<double> sm_scale) {
-  DSA_CHECK(!sm_scale || std::isfinite(static_cast<float>(*sm_scale)), op, ": sm_scale must be finite in fp32, got ",
+  constexpr double kLargest = 0x1p127;
+  DSA_CHECK(!sm_scale || std::abs(*sm_scale) <= kLargest, op, ": sm_scale must be from -2^127 to 2^127, got ",
             *sm_scale);
 }
 
@@ -176,6 +179,13 @@ Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_
     stride *= std::max<int64_t>(sizes.begin()[i], 1);
   }
   return empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides.data(), dtype, device_index);
+}
+
+Tensor empty_like(const Tensor& tensor, int device_index) {
+  std::array<int64_t, kMaxDims> strides{};
+  const auto sizes = tensor.sizes();
+  dense_strides(static_cast<int>(sizes.size()), sizes.data(), tensor.strides().data(), strides.data());
+  return empty_strided(tensor.dim(), sizes.data(), strides.data(), tensor.scalar_type(), device_index);
 }
 
 Tensor empty_float_rows(int64_t rows, int64_t columns, int device_index) {

@@ -72,7 +72,7 @@ inline int64_t row_stride(const int64_t* sizes, const int64_t* strides, int dim)
   return sizes[dim] > 1 ? strides[dim] : sizes[3];
 }
 
-// Checks that a scale of scores, if there is one, is finite in fp32.
+// Checks that a scale of scores, if there is one, is finite in fp32, also times log2(e): exponentials are of base 2.
 void check_scale(const char* op, std::optional<double> sm_scale);
 
 // Checks that the last dimension is dense.
@@ -95,6 +95,9 @@ Device hopper_device(const char* op, const char* name, const Tensor& tensor);
 
 // Uninitialised and contiguous.
 Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_index);
+
+// Uninitialised, of the sizes of `tensor` and in the order in memory that its dimensions have, as torch.empty_like.
+Tensor empty_like(const Tensor& tensor, int device_index);
 
 // Uninitialised fp32 rows that start 16-byte aligned.
 Tensor empty_float_rows(int64_t rows, int64_t columns, int device_index);

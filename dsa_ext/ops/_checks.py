@@ -42,8 +42,15 @@ def differentiable_dtype(q: Tensor) -> torch.dtype:
 
 
 def check_scale(op: str, sm_scale: float | None) -> None:
-    if sm_scale is not None and not abs(sm_scale) <= torch.finfo(torch.float32).max:
-        fail(op, f"sm_scale must be finite in fp32, got {sm_scale}")
+    """Finite in fp32, also times log2(e): the kernels' exponentials are of base 2."""
+    if sm_scale is not None and not abs(sm_scale) <= 2.0**127:
+        fail(op, f"sm_scale must be from -2^127 to 2^127, got {sm_scale:g}")
+
+
+def check_q_start(op: str, q_start: int) -> None:
+    """No query's position must overflow."""
+    if q_start < 0 or q_start > 2**62:
+        fail(op, f"q_start must be from 0 to 2^62, got {q_start}")
 
 
 def check_same_device(op: str, other_name: str, other: Tensor, **tensors: Tensor | None) -> None:

@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.ops._checks import check_same_device, check_scale, check_tensor, describe, differentiable_dtype, fail
+from dsa_ext.ops._checks import (
+    check_q_start,
+    check_same_device,
+    check_scale,
+    check_tensor,
+    describe,
+    differentiable_dtype,
+    fail,
+)
 
 _SHAPES = ((576, 512), (512, 512))
 _MAX_HEADS_PER_GROUP = 128
@@ -45,8 +53,7 @@ def check_inputs(
     if indices.shape[3] < 1:
         fail(op, f"indices must have at least one slot a row, got {describe(indices)}")
     check_scale(op, sm_scale)
-    if q_start < 0:
-        fail(op, f"q_start must be at least 0, got {q_start}")
+    check_q_start(op, q_start)
     if kv_stride < 1:
         fail(op, f"kv_stride must be at least 1, got {kv_stride}")
     check_same_device(op, "q", q, kv=kv, indices=indices, topk_length=topk_length, attn_sink=attn_sink)

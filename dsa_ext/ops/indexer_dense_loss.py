@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsa_ext.ops._checks import check_same_device, check_tensor, fail
+from dsa_ext.ops._checks import check_q_start, check_same_device, check_scale, check_tensor, fail
 from dsa_ext.ops._indexer import check_rows, gradients_like
 from dsa_ext.ops._library import follow_autocast, library, not_differentiable_again, use_autograd_function
 from dsa_ext.reference.indexer import runs
@@ -23,8 +23,10 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _bounds(q: Tensor, first: int, last: int, keys: int, causal: bool) -> tuple[Tensor, Tensor]:
     """Of queries at positions [first, last), of which there are `keys` keys: cu_seqlen_ks and cu_seqlen_ke."""
-    position = torch.arange(first, last, device=q.device, dtype=torch.int32)
-    return torch.zeros_like(position), (position + 1).clamp(max=keys) if causal else torch.full_like(position, keys)
+    ks = torch.zeros(last - first, device=q.device, dtype=torch.int32)
+    if not causal:
+        return ks, torch.full_like(ks, keys)
+    return ks, torch.arange(first + 1, last + 1, device=q.device).clamp(max=keys).int()
 
 
 def _check(
@@ -35,6 +37,7 @@ def _check(
     main_kv: Tensor,
     lse: Tensor,
     row_weights: Tensor | None,
+    sm_scale: float | None,
     q_start: int,
 ) -> None:
     if q.dtype == torch.float8_e4m3fn:
@@ -47,8 +50,8 @@ def _check(
     if row_weights is not None:
         check_tensor(_OP, "row_weights", row_weights, weights.dtype, S=seq)
     check_same_device(_OP, "q", q, main_q=main_q, main_kv=main_kv, lse=lse, row_weights=row_weights)
-    if q_start < 0:
-        fail(_OP, f"q_start must not be negative, got {q_start}")
+    check_scale(_OP, sm_scale)
+    check_q_start(_OP, q_start)
 
 
 def _compute(
@@ -64,7 +67,7 @@ def _compute(
     q_start: int = 0,
     gradients: bool = False,
 ) -> Results:
-    _check(q, k, weights, main_q, main_kv, lse, row_weights, q_start)
+    _check(q, k, weights, main_q, main_kv, lse, row_weights, sm_scale, q_start)
     seq, s_kv = q.shape[0], k.shape[0]
     loss = weights.new_zeros(())
     dq, dk, dweights = q.new_zeros(q.shape), k.new_zeros(k.shape, dtype=weights.dtype), weights.new_zeros(weights.shape)
@@ -104,7 +107,7 @@ def _fake(
     q_start: int = 0,
     gradients: bool = False,
 ) -> Results:
-    _check(q, k, weights, main_q, main_kv, lse, row_weights, q_start)
+    _check(q, k, weights, main_q, main_kv, lse, row_weights, sm_scale, q_start)
     if not gradients:
         return weights.new_empty(()), q.new_empty(0), k.new_empty(0), weights.new_empty(0)
     return weights.new_empty(()), *gradients_like(q, k, weights)

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cstdint>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -26,10 +27,10 @@ Tensor as_rows(const Tensor& x, int64_t rows) {
   const int last = static_cast<int>(x.dim()) - 1;
   const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
   bool fits = x.stride(last) == 1 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
-  int64_t step = 0;  // that the next dimension outwards must have
+  std::optional<int64_t> step;  // that the next dimension outwards must have
   for (int dim = last - 1; dim >= 0; --dim) {
     if (x.size(dim) == 1) continue;
-    fits &= (step == 0 || x.stride(dim) == step) && x.stride(dim) % elements == 0;
+    fits &= (!step || x.stride(dim) == *step) && x.stride(dim) % elements == 0;
     step = x.stride(dim) * x.size(dim);
   }
   const int64_t sizes[] = {rows, x.size(last)};

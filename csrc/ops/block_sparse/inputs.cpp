@@ -101,13 +101,4 @@ Tensor with_aligned_rows(const Tensor& tensor) {
   return fits ? tensor : aligned_contiguous(tensor);
 }
 
-Tensor empty_heads_like(const Tensor& tensor, int device_index) {
-  const int64_t batch = tensor.size(0), heads = tensor.size(1), positions = tensor.size(2), columns = tensor.size(3);
-  if (heads > 1 && positions > 1 && tensor.stride(1) < tensor.stride(2)) {
-    return torch::stable::transpose(empty({batch, positions, heads, columns}, tensor.scalar_type(), device_index), 1,
-                                    2);
-  }
-  return empty({batch, heads, positions, columns}, tensor.scalar_type(), device_index);
-}
-
 }  // namespace dsa::block_sparse

@@ -29,7 +29,4 @@ Problem problem_of(const Inputs& inputs, const Device& device, int device_index)
 // of the arguments are, else a copy.
 Tensor with_aligned_rows(const Tensor& tensor);
 
-// Uninitialised, of the sizes of `tensor`, and in the order in memory that its strides have: dense.
-Tensor empty_heads_like(const Tensor& tensor, int device_index);
-
 }  // namespace dsa::block_sparse

@@ -7,6 +7,7 @@ namespace {
 
 constexpr int64_t kMaxHeadsPerGroup = 128;
 constexpr int64_t kValueColumns = 512;
+constexpr int64_t kMaxStart = int64_t{1} << 62;  // so that no query's position overflows
 
 }  // namespace
 
@@ -33,7 +34,8 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
             " groups");
   DSA_CHECK(indices.size(3) >= 1, op, ": indices must have at least one slot a row, got ", describe(indices));
   check_scale(op, options.sm_scale);
-  DSA_CHECK(options.q_start >= 0, op, ": q_start must be at least 0, got ", options.q_start);
+  DSA_CHECK(options.q_start >= 0 && options.q_start <= kMaxStart, op, ": q_start must be from 0 to 2^62, got ",
+            options.q_start);
   DSA_CHECK(options.kv_stride >= 1, op, ": kv_stride must be at least 1, got ", options.kv_stride);
 
   check_rows_aligned(op, "q", q);

@@ -1,0 +1,37 @@
+// The memory layout of a tensor that is made like another. Without torch, so that it is tested without it.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+namespace dsa {
+
+// The strides that torch.empty_like gives, but for those of dimensions of one element: dense, the dimensions in the
+// order that `strides` have in memory. An expanded dimension (stride 0) has no place in that order and keeps its own.
+inline void dense_strides(int dims, const int64_t* sizes, const int64_t* strides, int64_t* result) {
+  constexpr int kMaxDims = 8;
+  int order[kMaxDims];  // dimensions, the innermost first
+  for (int i = 0; i < dims; ++i) order[i] = dims - 1 - i;
+  const auto is_outside = [&](int a, int b) {
+    return strides[a] > strides[b] || (strides[a] == strides[b] && sizes[a] > sizes[b]);
+  };
+  // An insertion sort that passes over what has no place, as TensorIterator sorts.
+  for (int i = 1; i < dims; ++i) {
+    for (int at = i, before = i - 1; before >= 0; --before) {
+      if (strides[order[at]] == 0 || strides[order[before]] == 0) continue;
+      if (is_outside(order[before], order[at])) {
+        std::swap(order[before], order[at]);
+        at = before;
+      } else if (strides[order[before]] < strides[order[at]]) {
+        break;
+      }
+    }
+  }
+  int64_t stride = 1;
+  for (int i = 0; i < dims; ++i) {
+    result[order[i]] = stride;
+    if (sizes[order[i]] > 1) stride *= sizes[order[i]];
+  }
+}
+
+}  // namespace dsa
