@@ -19,7 +19,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "indexer_logits_bwd": {"seq": 40, "heads": 64},
     "indexer_scores_bwd": {"seq": 40, "heads": 64},
     "indexer_loss": {"rows": 90},
-    "indexer_dense_loss": {"seq": 40, "s_kv": 60},
+    "indexer_dense_loss": {"seq": 80, "s_kv": 100},
     "mhc_pre_fwd": {"tokens": 70},
     "mhc_pre_bwd": {"tokens": 70},
     "mhc_post_bwd": {"tokens": 70},
