@@ -31,15 +31,18 @@ Step = Callable[[Any, Args, Results | None], Named]
 def _call(target: str, draw: Draw, layer: nn.Module, args: Args, step: Step, selected: tuple[str, ...] = ()) -> Call:
     """`selected`: names of results that are its selection."""
     deterministic, autocast = draw.chance(0.5), draw.chance(0.3)
+    # Under autocast parameters and input may be fp32: the same numbers, in more bits.
+    in_fp32 = autocast and not isinstance(layer, FP8Linear) and draw.chance(0.5)
+    runs = copy.deepcopy(layer).float() if in_fp32 else layer
     names: list[str] = []
-    draw.notes.append("deterministic" * deterministic + " autocast" * autocast)
+    draw.notes.append("deterministic" * deterministic + " autocast" * autocast + " of fp32" * in_fp32)
 
     def surroundings() -> AbstractContextManager[Any]:
         return torch.autocast(draw.device.type, _BF16) if autocast else nullcontext()
 
     def run(a: Args) -> Results:
         with deterministic_algorithms(deterministic), surroundings(), _without_onednn():
-            made = step(layer, a, None)
+            made = step(runs, {**a, "x": a["x"].float()} if in_fp32 else a, None)
         names[:] = made
         return tuple(t.detach() for t in made.values())
 
