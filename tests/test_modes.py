@@ -1,5 +1,5 @@
-"""Modes of PyTorch in which every operator may be called, on the CPU: the deterministic switch, derivatives that do not
-exist, torch.func, autocast."""
+"""Modes of PyTorch in which operators and modules may be used, on the CPU: the deterministic switch, derivatives that
+do not exist, torch.func, autocast, meta devices."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +12,9 @@ from torch.autograd import forward_ad
 
 import dsa_ext
 from dsa_ext import ops
-from dsa_ext.nn import SparseMLA
+from dsa_ext.nn import BlockSparseAttention, FP8Linear, HyperConnection, LightningIndexer, Phase, SparseMLA, apply_rope
+from dsa_ext.nn.heads import absorbed_queries, multiply_heads
+from dsa_ext.nn.rotary import rope_tables
 from dsa_ext.testing.calls import ORDINARY
 
 all_operators = pytest.mark.parametrize("op", ops.__all__)
@@ -285,3 +287,214 @@ def test_vmap_keeps_gradients() -> None:
         (got,) = torch.autograd.grad(out.square().sum(), several)
         loop = torch.stack([dsa_ext.sparse_mla(q, **others) for q in several])
         assert torch.equal(got, torch.autograd.grad(loop.square().sum(), several)[0])
+
+
+# ---- autocast
+
+#: What it casts; the rest is as without it.
+CAST = {
+    "sparse_mla_fwd": ("q", "kv"),
+    "attn_dist": ("q", "kv"),
+    "indexer_logits": ("q", "k"),
+    "indexer_topk": ("q", "k"),
+    "indexer_scores": ("q", "k"),
+    "indexer_dense_loss": ("q", "k", "main_q", "main_kv"),
+    "block_sparse_attn_fwd": ("q", "k", "v"),
+    "coarse_attn_fwd": ("q", "k", "v"),
+    "gated_fusion_fwd": ("fine", "coarse"),
+    "mhc_pre_fwd": ("x",),
+    "mhc_post": ("x", "y"),
+}
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@all_operators
+def test_autocast_changes_nothing_within(op: str) -> None:
+    args = ORDINARY[op]()
+    expected = call(op, args)
+    with autocast():
+        assert_same(call(op, args), expected)
+
+
+@pytest.mark.parametrize("op", CAST)
+def test_autocast_casts(op: str) -> None:
+    """Gradients come in the dtype that arguments had before."""
+    args, names = with_leaves(op)
+    wide = args | {name: args[name].detach().float().requires_grad_(name in names) for name in CAST[op]}
+    with autocast():
+        got = call(op, wide)
+    expected = call(op, args)
+    assert_same(got, expected)
+    if op in DIFFERENTIABLE:
+        got = torch.autograd.grad(total(got), [wide[name] for name in names])
+        expected = torch.autograd.grad(total(expected), [args[name] for name in names])
+        assert all(gradient.dtype == wide[name].dtype for name, gradient in zip(names, got, strict=True))
+        assert_same(tuple(gradient.float() for gradient in got), tuple(gradient.float() for gradient in expected))
+
+
+def test_autocast_leaves_float64() -> None:
+    args = {name: t.double() if name in ("q", "kv") else t for name, t in ORDINARY["sparse_mla_fwd"]().items()}
+    with autocast():
+        assert call("sparse_mla_fwd", args)[0].dtype == torch.float64
+
+
+def test_autocast_in_a_compiled_graph() -> None:
+    torch._dynamo.reset()
+    args = ORDINARY["sparse_mla_fwd"]()
+    wide = args | {name: args[name].float() for name in ("q", "kv")}
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(args: Args) -> Tensor:
+        with autocast():
+            return dsa_ext.sparse_mla(**args)
+
+    assert torch.equal(attend(wide), dsa_ext.sparse_mla(**args))
+
+
+# ---- modules
+
+INDEXER: Args = {"heads": 8, "head_dim": 64}
+
+
+def make_sparse_mla(phase: Phase) -> SparseMLA:
+    indexer = INDEXER | {"precision": "bf16", "hadamard": True}
+    return SparseMLA(48, 4, q_lora_rank=32, nope_dim=16, v_dim=24, topk=80, phase=phase, indexer=indexer)
+
+
+MODULES: dict[str, Callable[[], torch.nn.Module]] = {
+    "SparseMLA, dense": lambda: make_sparse_mla("dense"),
+    "SparseMLA, warmup": lambda: make_sparse_mla("warmup"),
+    "SparseMLA, sparse": lambda: make_sparse_mla("sparse"),
+    "LightningIndexer": lambda: LightningIndexer(48, 48, **INDEXER),
+    "LightningIndexer with hadamard": lambda: LightningIndexer(48, 48, **INDEXER, hadamard=True),
+    "BlockSparseAttention": lambda: BlockSparseAttention(48, 2, head_dim=64),
+    "HyperConnection": lambda: HyperConnection(torch.nn.Linear(128, 128), 128),
+    "HyperConnection with a norm": lambda: HyperConnection(torch.nn.LayerNorm(128), 128),
+    "FP8Linear": lambda: FP8Linear(torch.nn.Linear(128, 200)),
+}
+all_modules = pytest.mark.parametrize("name", MODULES)
+
+
+def make_module(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return MODULES[name]()
+
+
+def results_of(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    shape = {HyperConnection: (2, 70, 4, 128), FP8Linear: (2, 70, 128)}.get(type(module), (2, 70, 48))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    results = module(x, x) if isinstance(module, LightningIndexer) else module(x)
+    results = results if isinstance(results, tuple) else (results,)
+    return tuple(result for result in results if result is not None and result.is_floating_point())
+
+
+@all_modules
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_modules_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """Of a module in bf16, as it is trained on a GPU, and of one whose weights are fp32 beside bf16 activations."""
+    module = make_module(name)
+    expected = results_of(module)
+    if not isinstance(module, FP8Linear):
+        module.to(dtype)
+    with autocast():
+        got = results_of(module, dtype)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.float() - b.float()).norm() <= 0.1 * b.float().norm()
+    if isinstance(module, FP8Linear):
+        return
+    total(got).backward()
+    for parameter_name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            assert name == "SparseMLA, dense", parameter_name
+            assert parameter_name.startswith("indexer."), parameter_name
+        else:
+            assert parameter.grad.dtype == dtype, parameter_name
+            assert parameter.grad.isfinite().all(), parameter_name
+
+
+def test_a_cache_under_autocast() -> None:
+    module = BlockSparseAttention(48, 2, head_dim=64)
+    x = torch.randn(1, 128, 48)
+    with torch.no_grad(), autocast():
+        cache = module.make_cache(1, 128)
+        assert cache.tokens()[0].dtype == torch.bfloat16
+        first, second = (module(part, cache=cache) for part in x.chunk(2, 1))
+        torch.testing.assert_close(second, module(x)[:, 64:], rtol=0.1, atol=0.1)
+        assert first.shape == second.shape
+
+
+def on_meta(name: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return MODULES[name]()
+
+
+def poison(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.view(torch.uint8 if tensor.element_size() == 1 else tensor.dtype).fill_(127)
+
+
+@all_modules
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_after_a_meta_device(name: str, assign: bool) -> None:
+    expected, module = make_module(name), on_meta(name)
+    if not assign:
+        module.to_empty(device="cpu")
+        poison(module)
+    module.load_state_dict(expected.state_dict(), strict=True, assign=assign)
+    assert_same(results_of(module), results_of(expected))
+
+
+def test_what_checkpoints_hold() -> None:
+    """Constants are not saved: checkpoints of every version load strictly."""
+    plain, rotated = (LightningIndexer(48, 48, **INDEXER, hadamard=hadamard) for hadamard in (False, True))
+    assert plain.state_dict().keys() == rotated.state_dict().keys()
+    assert not [*rotated.buffers(), *make_module("SparseMLA, sparse").buffers()]
+
+
+@all_modules
+def test_parameters_are_reset_after_a_meta_device(name: str) -> None:
+    """By each module that holds some, in any order: what is not random is as in a new module, and the rest in range."""
+    if name == "FP8Linear":
+        pytest.skip("its weight is made of another layer's")
+    expected, another = make_module(name), MODULES[name]()
+    module = on_meta(name).to_empty(device="cpu")
+    for backwards in (False, True):
+        poison(module)
+        for part in list(module.modules())[:: -1 if backwards else 1]:
+            if [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
+                part.reset_parameters()
+        parameters = (made.parameters() for made in (module, expected, another))
+        for got, wanted, other in zip(*parameters, strict=True):
+            if torch.equal(wanted, other):
+                assert torch.equal(got, wanted)
+            else:
+                assert got.abs().max() <= 1.5 * wanted.abs().max()
+
+
+# ---- derivatives of what modules are made of
+
+
+@pytest.mark.parametrize("function", ["rope", "multiply_heads", "absorbed_queries"])
+def test_second_derivatives_of_parts(function: str) -> None:
+    """They have them, as the matmuls that they stand for."""
+    generator = torch.Generator().manual_seed(0)
+    x, of_keys, weights = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((2, 3, 2, 6), (2, 4, 5), (2, 6, 3))
+    )
+    cos, sin = rope_tables(x, torch.arange(3), 100.0, 2)
+    if function == "rope":
+        torch.autograd.gradgradcheck(lambda x: apply_rope(x, torch.arange(3)), x)
+    elif function == "multiply_heads":
+        torch.autograd.gradgradcheck(multiply_heads, (x, weights))
+    else:
+        torch.autograd.gradgradcheck(lambda x, w: absorbed_queries(x, w, cos, sin), (x, of_keys))

@@ -93,6 +93,12 @@ class BlockKVCache:
         return k_pooled, v_pooled
 
 
+class _Gate(nn.Linear):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.bias, _GATE_BIAS)
+
+
 class BlockSparseAttention(nn.Module):
     """Attention of blocks of 64 tokens to the blocks that a coarse pass selects, for video: both ways, not causal.
 
@@ -155,9 +161,13 @@ class BlockSparseAttention(nn.Module):
         self.k_proj = linear(hidden_size, self.kv_heads * head_dim)
         self.v_proj = linear(hidden_size, self.kv_heads * head_dim)
         self.o_proj = linear(heads * head_dim, hidden_size)
-        self.gate_proj = nn.Linear(hidden_size, heads, device=device, dtype=dtype)
-        nn.init.constant_(self.gate_proj.bias, _GATE_BIAS)
-        self.kv_pool = nn.Parameter(torch.full((2 * kv_heads, BLOCK), 1 / BLOCK, device=device, dtype=dtype))
+        self.gate_proj = _Gate(hidden_size, heads, device=device, dtype=dtype)
+        self.kv_pool = nn.Parameter(torch.empty(2 * kv_heads, BLOCK, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Of the pool, not of the projections."""
+        nn.init.constant_(self.kv_pool, 1 / BLOCK)
 
     def forward(
         self, x: Tensor, kv_block_size: BlockSizes | None = None, *, cache: BlockKVCache | None = None
@@ -242,9 +252,11 @@ class BlockSparseAttention(nn.Module):
         return functional.block_select(scores.float(), self.mode, **self.limits)
 
     def make_cache(self, batch: int, capacity: int) -> BlockKVCache:
-        """An empty cache for this layer, of at most `capacity` tokens."""
-        weight = self.k_proj.weight
-        return BlockKVCache(batch, capacity, self.kv_heads, self.head_dim, device=weight.device, dtype=weight.dtype)
+        """An empty cache for this layer, of at most `capacity` tokens. Where autocast is on, it is in its dtype."""
+        device, dtype = self.k_proj.weight.device, self.k_proj.weight.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        return BlockKVCache(batch, capacity, self.kv_heads, self.head_dim, device=device, dtype=dtype)
 
 
 def pool_blocks(x: Tensor, pool: Tensor, sizes: Tensor | None = None) -> Tensor:

@@ -1,13 +1,13 @@
-"""Products with a matrix a head, written where they are read from: without copies between layouts.
+"""Products with a matrix per head, written where they are read from: without copies between layouts.
 
-A compiler arranges layouts itself, and gets the plain formulas.
+A compiler arranges layouts itself, and gets the plain formulas. Weights are brought to the dtype of what they multiply:
+under autocast they may be wider.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from dsa_ext.nn.rotary import rotate_, rotated
@@ -32,7 +32,6 @@ class _MultiplyHeads(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
         x, weights = ctx.saved_tensors
         dx = x.new_empty(x.shape)
@@ -52,7 +51,6 @@ class _AbsorbedQueries(torch.autograd.Function):
         return q
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dq: Tensor) -> tuple[Tensor | None, ...]:
         heads, of_keys, cos, sin = ctx.saved_tensors
         _, nope, latent = of_keys.shape
@@ -65,6 +63,7 @@ class _AbsorbedQueries(torch.autograd.Function):
 
 def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
     """x [B, S, H, a] times weights [H, a, b], head by head: [B, S, H, b]."""
+    weights = weights.to(x.dtype)
     if is_compiling():
         return torch.einsum("bshc,hcd->bshd", x, weights)
     result: Tensor = _MultiplyHeads.apply(x, weights)  # type: ignore[no-untyped-call]
@@ -79,6 +78,7 @@ def absorbed_queries(heads: Tensor, of_keys: Tensor, cos: Tensor, sin: Tensor) -
         of_keys: [H, nope, latent], for the first columns of a head.
         cos, sin: rope_tables for the last.
     """
+    of_keys = of_keys.to(heads.dtype)
     if is_compiling():
         nope, rope = heads.split([of_keys.shape[1], heads.shape[-1] - of_keys.shape[1]], dim=-1)
         return torch.cat([multiply_heads(nope, of_keys), rotated(rope, cos, sin)], dim=-1)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dsa_ext import functional
 from dsa_ext.ops._mhc import STREAMS
+from dsa_ext.reference.mhc import split
 from dsa_ext.reference.sparse_mla import compute_dtype
 
 #: How much of what a token says counts at first.
@@ -58,15 +59,23 @@ class HyperConnection(nn.Module):
         if hidden_size < 1 or hidden_size % 128 != 0:
             raise ValueError(f"HyperConnection: hidden_size must be a multiple of 128, got {hidden_size}")
         self.layer, self.iterations, self.eps = layer, iterations, eps
-        columns = streams * hidden_size
-        res = torch.full((streams, streams), _OFF_DIAGONAL).fill_diagonal_(0)
-        pre, post = torch.full((streams,), -math.log(streams - 1)), torch.zeros(streams)  # 1 / n, and 1
-        bias = torch.cat([pre, post, res.flatten()])
-        self.phi = nn.Parameter(torch.empty(len(bias), columns, device=device, dtype=dtype))
-        nn.init.normal_(self.phi, std=columns**-0.5)
-        self.alpha = nn.Parameter(torch.full((3,), _ALPHA, device=device, dtype=dtype))
-        self.bias = nn.Parameter(bias.to(device, dtype))
-        self.gamma = nn.Parameter(torch.ones(columns, device=device, dtype=dtype))
+        self.streams, columns, mixed = streams, streams * hidden_size, streams * streams + 2 * streams
+        self.phi = nn.Parameter(torch.empty(mixed, columns, device=device, dtype=dtype))
+        self.alpha = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(mixed, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.empty(columns, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Of the connection, not of the layer."""
+        nn.init.normal_(self.phi, std=self.phi.shape[1] ** -0.5)
+        nn.init.constant_(self.alpha, _ALPHA)
+        nn.init.ones_(self.gamma)
+        pre, post, res = split(self.bias, self.streams)
+        pre.fill_(-math.log(self.streams - 1))  # whose gate is 1 / n
+        post.zero_()  # whose gate is 1
+        res.fill_(_OFF_DIAGONAL).fill_diagonal_(0)
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the layer reads of the streams, and the weights with which its result is written to them."""

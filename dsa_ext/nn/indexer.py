@@ -41,8 +41,6 @@ class LightningIndexer(nn.Module):
             trained are never rounded.
     """
 
-    hadamard: Tensor | None
-
     def __init__(
         self,
         hidden_size: int,
@@ -60,29 +58,27 @@ class LightningIndexer(nn.Module):
         super().__init__()
         if precision not in ("fp8", "bf16"):
             raise ValueError(f"LightningIndexer: precision must be 'fp8' or 'bf16', got {precision!r}")
-        self.heads, self.head_dim, self.rope_dim = heads, head_dim, rope_dim
+        if hadamard and head_dim & (head_dim - 1):
+            raise ValueError(f"LightningIndexer: head_dim must be a power of 2 with hadamard, got {head_dim}")
+        self.heads, self.head_dim, self.rope_dim, self.hadamard = heads, head_dim, rope_dim, hadamard
         self.rope_theta, self.precision = rope_theta, precision
         self.wq_b = nn.Linear(q_lora_rank, heads * head_dim, bias=False, device=device, dtype=dtype)
         self.wk = nn.Linear(hidden_size, head_dim, bias=False, device=device, dtype=dtype)
         self.k_norm = nn.LayerNorm(head_dim, device=device, dtype=dtype)
         self.weights_proj = nn.Linear(hidden_size, heads, bias=False, device=device, dtype=dtype)
-        matrix = _hadamard_matrix(head_dim).to(device=device, dtype=dtype) if hadamard else None
-        self.register_buffer("hadamard", matrix, persistent=False)
 
     def forward(self, x: Tensor, q_latent: Tensor, q_start: int = 0) -> IndexerTensors:
         """`x` [B, S, hidden_size] and `q_latent` [B, S, q_lora_rank]; the first token is at position `q_start`."""
         positions = q_start + torch.arange(x.shape[1], device=x.device)
         q = self._placed(self.wq_b(q_latent).unflatten(-1, (self.heads, self.head_dim)), positions)
-        k = self._placed(self.k_norm(self.wk(x)), positions)
+        k = self._placed(self.k_norm(self.wk(x)).to(q.dtype), positions)  # autocast has norms in fp32
         weights = self.weights_proj(x)
         weights = weights if weights.dtype == torch.float64 else weights.float()
         return IndexerTensors(q, k, weights * (self.head_dim * self.heads) ** -0.5)
 
     def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
         x = apply_rope(x, positions, self.rope_theta, columns=self.rope_dim)
-        if self.hadamard is not None:
-            x = x @ self.hadamard
-        return x
+        return x @ _hadamard_matrix(self.head_dim, x) if self.hadamard else x
 
     @torch.no_grad()
     def select(self, tensors: IndexerTensors, topk: int) -> Tensor:
@@ -127,10 +123,12 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale[..., None]).to(_FP8), scale
 
 
-def _hadamard_matrix(size: int) -> Tensor:
-    if size & (size - 1):
-        raise ValueError(f"LightningIndexer: head_dim must be a power of 2 with hadamard, got {size}")
-    matrix: Tensor = torch.ones(1, 1)
+def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
+    """Orthogonal, of a power of 2. Made where it is used: a buffer that is not saved would be lost on the way from a
+    meta device."""
+    base = like.new_ones(2, 2)
+    base[1, 1] = -1
+    matrix: Tensor = like.new_ones(1, 1)
     while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        matrix = torch.kron(base, matrix)
     return matrix.mul(size**-0.5)

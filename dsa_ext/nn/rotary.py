@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def apply_rope(x: Tensor, positions: Tensor, theta: float = 10_000.0, *, columns: int | None = None) -> Tensor:
@@ -37,13 +36,14 @@ def rope_tables(x: Tensor, positions: Tensor, theta: float, columns: int) -> tup
 
 def rotate_(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotates the columns of `out`, a copy of x."""
-    (first, second), (x_first, x_second) = out.chunk(2, dim=-1), x.chunk(2, dim=-1)
+    half = cos.shape[-1]
+    (first, second), (x_first, x_second) = ((t[..., :half], t[..., half:]) for t in (out, x))
     first.mul_(cos).addcmul_(x_second, sin, value=-1)
     second.mul_(cos).addcmul_(x_first, sin)
 
 
 class _Rope(torch.autograd.Function):
-    """Its gradient is rotated back."""
+    """Its gradient is rotated back, which has a gradient in turn."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -54,7 +54,6 @@ class _Rope(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _Rope.forward(ctx, dout, cos, -sin), None, None
+        return rotated(dout, cos, -sin), None, None

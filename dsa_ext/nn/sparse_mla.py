@@ -153,9 +153,8 @@ class SparseMLA(nn.Module):
     def _keys(self, x: Tensor) -> Tensor:
         """[B, S, 1, kv_lora_rank + rope_dim]."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
-        return torch.cat([self.kv_a_layernorm(latent), apply_rope(k_rope, _positions(x), self.rope_theta)], dim=-1)[
-            :, :, None
-        ]
+        latent = self.kv_a_layernorm(latent).to(k_rope.dtype)  # autocast has norms in fp32
+        return torch.cat([latent, apply_rope(k_rope, _positions(x), self.rope_theta)], dim=-1)[:, :, None]
 
 
 def _positions(x: Tensor) -> Tensor:
