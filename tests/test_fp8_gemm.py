@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dsa_ext
 from dsa_ext.nn import FP8Linear
-from dsa_ext.testing.tolerances import similarity_error
+from dsa_ext.testing.tolerances import FP8_SIMILARITY, similarity_error
 
 OP = "fp8_gemm"
 native, cpu, fake = callers(OP)
@@ -50,7 +50,7 @@ def test_values(rows: int, width: int, columns: int, round_scale: bool) -> None:
     args = make(rows, width, columns, round_scale)
     out, expected = dsa_ext.fp8_gemm(**args), plain(**args)
     assert out.dtype == torch.bfloat16
-    assert similarity_error(out, expected) <= 5e-6
+    assert similarity_error(out, expected) <= FP8_SIMILARITY
     if out.numel() > 100:  # in the mean
         exact = random(rows, columns).double() @ random(width, columns, seed=1).double().mT
         assert similarity_error(out, exact) <= 2e-3

@@ -131,6 +131,32 @@ def test_one_percent_is_too_much(op: str) -> None:
             check(op, (*results[:i], (result.float() * 1.01).to(result.dtype), *results[i + 1 :]), args)
 
 
+EMPTY = [
+    *((op, {size: 0}) for op in ("sparse_mla_fwd", "sparse_mla_bwd", "attn_dist") for size in ("seq", "s_kv", "heads")),
+    *((op, {size: 0}) for op in ("block_sparse_attn_fwd", "block_sparse_attn_bwd") for size in ("n_q", "n_kv")),
+    *(("coarse_attn_fwd", {size: 0}) for size in ("n_q", "n_kv")),
+    *(
+        (op, {size: 0})
+        for op in ORDINARY
+        if op.startswith(("indexer_logits", "indexer_sc"))
+        for size in ("seq", "s_kv")
+    ),
+    *((op, {"slots": 0}) for op in ("indexer_scores", "indexer_scores_bwd", "indexer_loss")),
+    *(("indexer_topk", {size: 0}) for size in ("seq", "s_kv")),
+    ("indexer_dense_loss", {"seq": 0}),
+    ("indexer_loss", {"rows": 0}),
+    *(("topk_select", {size: 0}) for size in ("rows", "columns")),
+    *(("fp8_gemm", {size: 0}) for size in ("rows", "width", "columns")),
+    *((op, {"tokens": 0}) for op in ORDINARY if op.startswith("mhc")),
+]
+
+
+@pytest.mark.parametrize(("op", "sizes"), EMPTY, ids=str)
+def test_empty_tensors(op: str, sizes: dict[str, int]) -> None:
+    args = ORDINARY[op](**sizes)
+    check(op, getattr(torch.ops.dsa, op)(**args), args)
+
+
 def attention(**changes: Any) -> Args:
     return {**ORDINARY["sparse_mla_fwd"](heads=4, seq=3, s_kv=40, topk=24), **changes}
 

@@ -134,11 +134,11 @@ class _GradientSums:
         noise = noise + (TINY * (1 + w)).masked_fill(hidden, 0)
         for name, of_scores, power in (("noise", noise, 1), ("squares", term.square(), 2), ("total", term.abs(), 1)):
             self.dq[name][run] = of_scores @ keys.abs() ** power
-            part = of_scores.mT @ q.abs() ** power  # [s, n, Di]
+            queries = q.abs() ** power
             if rows is None:
-                self.dk[name] += part.sum(0)
+                self.dk[name] += of_scores.flatten(0, 1).mT @ queries.flatten(0, 1)
             else:
-                self.dk[name].index_add_(0, rows.flatten(), part.flatten(0, 1))
+                self.dk[name].index_add_(0, rows.flatten(), (of_scores.mT @ queries).flatten(0, 1))
 
     def expected(self, dq: Tensor, dk: Tensor, dweights: Tensor) -> list[Expected]:
         result = []

@@ -99,7 +99,7 @@ def measures(result: Tensor, expected: Expected) -> list[Measure]:
     bound = torch.where(finite, expected.bound.expand_as(value), torch.inf)
     over = torch.where(error == 0, 0, error / bound).nan_to_num(nan=torch.inf)
     found.append(Measure(name, "largest error of an element over its bound", _largest(over), 1))
-    if expected.similarity is not None:
+    if expected.similarity is not None and value.numel() >= FEW:
         a, b, noise = (
             torch.where(finite, t, 0).reshape(-1, t.shape[-1] if t.dim() else 1)
             for t in (got, value, expected.noise.expand_as(value))
