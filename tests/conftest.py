@@ -1,10 +1,12 @@
 """Fixtures of all tests; GPU tests are skipped, with the reason, where there is no Hopper GPU."""
 
+import gc
 import importlib.util
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -34,8 +36,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def skip_unless_free(gigabytes: float) -> None:
+    """Skips a test where so much GPU memory is not free: others may use the same GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / 1e9
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes:g} GB of GPU memory, {free:.1f} GB are free")
+
+
 @pytest.fixture(autouse=True)
-def poisoned_memory(request: pytest.FixtureRequest) -> None:
+def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test marked `gpu_memory(gigabytes)` needs is free before, and given back after."""
+    marker = request.node.get_closest_marker("gpu_memory")
+    if marker is None:
+        yield
+        return
+    skip_unless_free(*marker.args)
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request: pytest.FixtureRequest, gpu_memory: None) -> None:
     """Before a GPU test fills the allocator's free memory, so that an element that nobody writes shows: with bits that
     are NaN in every dtype, and no id."""
     if request.node.get_closest_marker("gpu"):

@@ -92,6 +92,7 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
     check(torch.zeros(shape, device="cuda"))
 
 
+@pytest.mark.gpu_memory(5)
 def test_rows_more_than_2_to_the_31_elements_apart() -> None:
     buffer = torch.empty(2**31 + 4096, device="cuda", dtype=torch.bfloat16)
     far = buffer.as_strided((2, 1024), (2**31 + 1024, 1))
@@ -99,6 +100,7 @@ def test_rows_more_than_2_to_the_31_elements_apart() -> None:
     check(far)
 
 
+@pytest.mark.gpu_memory(12)
 def test_more_than_2_to_the_31_elements() -> None:
     x = torch.randn(1, 4096, device="cuda").bfloat16().expand(2**19 + 3, 4096).contiguous()
     y, s = dsa_ext.act_quant(x)

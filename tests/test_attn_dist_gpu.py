@@ -215,6 +215,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(OP, (inputs.q, inputs.kv, inputs.indices, lse), options)
 
 
+@pytest.mark.gpu_memory(6)
 def test_more_than_2_to_the_31_query_elements() -> None:
     seq, heads = 30000, 128
     q = torch.randn(1, seq, heads, 576, dtype=torch.bfloat16, device=DEVICE)

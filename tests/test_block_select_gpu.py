@@ -100,6 +100,7 @@ def test_views(dtype: torch.dtype) -> None:
             check(view, **options)
 
 
+@pytest.mark.gpu_memory(6)
 def test_rows_more_than_2_to_the_31_elements_apart() -> None:
     buffer = torch.full((2**31 + 1000,), math.inf, device=DEVICE, dtype=torch.bfloat16)
     for strides in ((2**31 + 8, 0, 0, 1), (0, 2**31 + 8, 0, 1), (0, 0, 2**31 + 8, 1)):

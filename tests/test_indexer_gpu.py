@@ -215,6 +215,7 @@ def far_apart(rows: Tensor) -> Tensor:
     return buffer.as_strided(rows.shape, (stride, *rows.stride()[1:])).copy_(rows)
 
 
+@pytest.mark.gpu_memory(20)
 @both_dtypes
 def test_rows_more_than_2_to_the_31_elements_apart(dtype: torch.dtype) -> None:
     inputs = make_gpu(9, 200, dtype=dtype)
@@ -223,6 +224,7 @@ def test_rows_more_than_2_to_the_31_elements_apart(dtype: torch.dtype) -> None:
     check_selected(selected(far, 50), composed(inputs, 50))
 
 
+@pytest.mark.gpu_memory(12)
 def test_more_than_2_to_the_31_logits() -> None:
     inputs = make_gpu(16400, 2**17 + 64, heads=8, dim=64)
     logits = logits_of(inputs)

@@ -1,5 +1,6 @@
 """The package as a whole: registration, the compiled library, what the compiler made of the kernels."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, skip_unless_free
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,6 +129,14 @@ def test_wheel_tag(mode: str, tag: str, tmp_path: Path) -> None:
     contents = run(sys.executable, "-m", "zipfile", "-l", wheel)
     assert ("_C.abi3.so" in contents) == (mode == "1")
     assert "dsa_ext/py.typed" in contents
+
+
+@pytest.mark.parametrize(("free", "skipped"), [(11.9e9, True), (12.1e9, False)])
+def test_large_tests_ask_for_free_memory(free: float, skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80e9))
+    reason = r"needs 12 GB of GPU memory, 11\.9 GB are free"
+    with pytest.raises(pytest.skip.Exception, match=reason) if skipped else contextlib.nullcontext():
+        skip_unless_free(12)
 
 
 def test_versions_are_pinned_once() -> None:

@@ -359,6 +359,7 @@ def test_autocast() -> None:
     assert torch.equal(expected[0], got[0])
 
 
+@pytest.mark.gpu_memory(24)
 @both_modes
 def test_more_than_2_to_the_31_key_elements(deterministic: bool) -> None:
     s_kv = 2**31 // 576 + 1000

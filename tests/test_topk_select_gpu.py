@@ -142,6 +142,7 @@ def test_views(dtype: torch.dtype) -> None:
     check(contiguous[:1].expand(9, columns), starts[:1].expand(9), ends[:9], 500)
 
 
+@pytest.mark.gpu_memory(12)
 @both_dtypes
 def test_rows_more_than_2_to_the_31_elements_apart(dtype: torch.dtype) -> None:
     columns, stride = 40000, 2**31 + 8
@@ -151,6 +152,7 @@ def test_rows_more_than_2_to_the_31_elements_apart(dtype: torch.dtype) -> None:
     check(logits, *bounds_of([(5, columns), (3, columns - 7)]), 2048)
 
 
+@pytest.mark.gpu_memory(22)
 def test_more_than_2_to_the_31_results() -> None:
     rows, columns, topk = 2**31 // 4096 + 9, 16, 4096
     logits = torch.randn(rows, columns, device=DEVICE)
