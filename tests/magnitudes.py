@@ -262,7 +262,8 @@ def packed(args: Args) -> tuple[Args, Tensor, Tensor]:
     seq, s_kv = len(args["q"]), len(args["k"])
     third = s_kv // 3
     row = torch.arange(seq)
-    first, nothing = row < seq // 2, row % 4 == 1
+    # Neighbours, which a kernel may take together, see one sequence, the other, or nothing.
+    first, nothing = row // 3 % 2 == 0, row % 4 == 1
     starts = torch.where(first, 0, 2 * third).masked_fill(nothing, third).int()
     ends = torch.where(first, third, s_kv).masked_fill(nothing, third).int()
     keys = torch.arange(s_kv)
