@@ -366,6 +366,8 @@ def main() -> int:
     if args.run is not None:
         PARTS[args.run]()
         return 0
+    if shutil.which(args.sanitizer) is None:
+        parser.error(f"no compute-sanitizer at {args.sanitizer}: it is part of the CUDA toolkit, see --sanitizer")
     jobs = [(tool, part) for tool in args.tool for part in args.only if part not in LEFT_OUT[tool]]
     progress, wrong = Progress(len(jobs)), []
     for tool, part in jobs:
