@@ -99,11 +99,13 @@ def test_planted_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
             results[0].view(-1)[-1] += 1 + results[0].abs().max()
 
     target = "gated_fusion_bwd"
-    arguments = ("--minutes", "0.02", "--op", target, "--seed", "3")
     with monkeypatch.context() as patch:
         plant(patch, target, lambda results, dout, fine, *_: change(results, fine))
-        status, output = run(*arguments, capsys=capsys)
-        assert status == 1
+        soaked = soak.Soak(torch.device("cpu"), seconds_per_call=300)
+        for count in range(12):
+            soaked.call(target, soak.seed_of(3, count))
+        soaked.report()
+        output = capsys.readouterr().out
         commands = re.findall(r"repeat: python tests/soak.py (.*) --device cpu", output)
         made, failed = map(int, re.findall(rf"^{target} +(\d+) +(\d+)", output, re.MULTILINE)[0])
         assert len(commands) == failed
@@ -151,7 +153,7 @@ def test_errors_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         raise RuntimeError("planted")
 
     plant(monkeypatch, "act_quant", change)
-    status, output = run("--minutes", "0.005", "--op", "act_quant", "--seed", "0", capsys=capsys)
+    status, output = run("--minutes", "0.03", "--op", "act_quant", "--seed", "0", capsys=capsys)
     assert status == 1
     made, failed = map(int, re.findall(r"^all +(\d+) +(\d+)", output, re.MULTILINE)[0])
     assert made == failed > 1
