@@ -67,6 +67,17 @@ def poisoned_memory(request: pytest.FixtureRequest, gpu_memory: None) -> None:
         blocks.append(torch.full((2**27,), INT32_MAX, dtype=torch.int32, device="cuda"))
 
 
+@pytest.fixture
+def deterministic_algorithms() -> Iterator[None]:
+    """torch.use_deterministic_algorithms, which does not fill uninitialised memory here."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
 @pytest.fixture(scope="session")
 def host_functions(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The pure host functions of csrc/, built into a Python module without torch or CUDA."""

@@ -27,14 +27,13 @@ _SIZES = {
 
 
 def ordinary(op: str, batch: int, device: str = "cpu") -> Args:
-    """An ordinary call, of two equal sequences where `batch` is 2; repeatable wherever it can be."""
+    """An ordinary call, of two equal sequences where `batch` is 2."""
     args = ORDINARY[op](**_SIZES.get(op, {}))
     for name, value in args.items():
         if isinstance(value, Tensor):
             alone = name not in _SHARED and not op.startswith(_PACKED) and value.shape[0] == 1
             args[name] = (torch.cat([value] * batch) if alone else value).to(device)
-    names = [argument.name for argument in getattr(torch.ops.dsa, op).default._schema.arguments]
-    return args | {"deterministic": True} if "deterministic" in names else args
+    return args
 
 
 def call(op: str, args: Args) -> tuple[Tensor, ...]:

@@ -7,45 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+from modes import DIFFERENTIABLE, INDEXER, MODULES, Args, call, make_module, real, results_of, total, with_leaves
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import dsa_ext
 from dsa_ext import ops
-from dsa_ext.nn import BlockSparseAttention, FP8Linear, HyperConnection, LightningIndexer, Phase, SparseMLA, apply_rope
+from dsa_ext.nn import BlockSparseAttention, FP8Linear, LightningIndexer, SparseMLA, apply_rope
 from dsa_ext.nn.heads import absorbed_queries, multiply_heads
 from dsa_ext.nn.rotary import rope_tables
 from dsa_ext.testing.calls import ORDINARY
 
 all_operators = pytest.mark.parametrize("op", ops.__all__)
 
-Args = dict[str, Any]
-
-
-def call(op: str, args: Args) -> tuple[Tensor, ...]:
-    results = getattr(torch.ops.dsa, op)(**args)
-    return results if isinstance(results, tuple) else (results,)
-
 
 def schema_names(op: str) -> list[str]:
     return [argument.name for argument in getattr(torch.ops.dsa, op).default._schema.arguments]
 
 
-def real(args: Args) -> list[str]:
-    """Names of the tensors that a gradient could be asked of: bf16 or wider."""
-    return [n for n, t in args.items() if isinstance(t, Tensor) and t.is_floating_point() and t.element_size() > 1]
-
-
 # ---- the deterministic switch
 
 SWITCHED = [op for op in ops.__all__ if "deterministic" in schema_names(op)]
-
-
-@pytest.fixture
-def deterministic_algorithms() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @contextmanager
@@ -158,36 +140,6 @@ def test_the_switch_in_the_warm_up(deterministic_algorithms: None) -> None:
 
 
 # ---- derivatives that do not exist
-
-#: What is differentiable, and what names the error of a second derivative.
-DIFFERENTIABLE = {
-    "sparse_mla_fwd": "sparse_mla_bwd",
-    "indexer_logits": "indexer_logits_bwd",
-    "indexer_scores": "indexer_scores_bwd",
-    "indexer_loss": "indexer_loss",
-    "indexer_dense_loss": "indexer_dense_loss",
-    "block_sparse_attn_fwd": "block_sparse_attn_bwd",
-    "coarse_attn_fwd": "block_sparse_attn_bwd",
-    "gated_fusion_fwd": "gated_fusion_bwd",
-    "mhc_pre_fwd": "mhc_pre_bwd",
-    "mhc_post": "mhc_post_bwd",
-}
-#: These have a gradient with respect to some of their arguments alone.
-LEAVES = {"indexer_loss": ["scores"], "indexer_dense_loss": ["q", "k", "weights"]}
-
-
-def with_leaves(op: str) -> tuple[Args, list[str]]:
-    """Arguments of which gradients are wanted, and their names."""
-    args = ORDINARY[op]()
-    names = LEAVES.get(op, real(args))
-    for name in names:
-        args[name] = args[name].detach().requires_grad_()
-    return args, names
-
-
-def total(results: tuple[Tensor, ...]) -> Tensor:
-    """Linear in all that has a gradient, so that none comes with the gradient that arrives."""
-    return torch.stack([t.float().sum() for t in results if t.requires_grad]).sum()
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
@@ -361,39 +313,7 @@ def test_autocast_in_a_compiled_graph() -> None:
 
 # ---- modules
 
-INDEXER: Args = {"heads": 8, "head_dim": 64}
-
-
-def make_sparse_mla(phase: Phase) -> SparseMLA:
-    indexer = INDEXER | {"precision": "bf16", "hadamard": True}
-    return SparseMLA(48, 4, q_lora_rank=32, nope_dim=16, v_dim=24, topk=80, phase=phase, indexer=indexer)
-
-
-MODULES: dict[str, Callable[[], torch.nn.Module]] = {
-    "SparseMLA, dense": lambda: make_sparse_mla("dense"),
-    "SparseMLA, warmup": lambda: make_sparse_mla("warmup"),
-    "SparseMLA, sparse": lambda: make_sparse_mla("sparse"),
-    "LightningIndexer": lambda: LightningIndexer(48, 48, **INDEXER),
-    "LightningIndexer with hadamard": lambda: LightningIndexer(48, 48, **INDEXER, hadamard=True),
-    "BlockSparseAttention": lambda: BlockSparseAttention(48, 2, head_dim=64),
-    "HyperConnection": lambda: HyperConnection(torch.nn.Linear(128, 128), 128),
-    "HyperConnection with a norm": lambda: HyperConnection(torch.nn.LayerNorm(128), 128),
-    "FP8Linear": lambda: FP8Linear(torch.nn.Linear(128, 200)),
-}
 all_modules = pytest.mark.parametrize("name", MODULES)
-
-
-def make_module(name: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return MODULES[name]()
-
-
-def results_of(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    shape = {HyperConnection: (2, 70, 4, 128), FP8Linear: (2, 70, 128)}.get(type(module), (2, 70, 48))
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    results = module(x, x) if isinstance(module, LightningIndexer) else module(x)
-    results = results if isinstance(results, tuple) else (results,)
-    return tuple(result for result in results if result is not None and result.is_floating_point())
 
 
 @all_modules
