@@ -63,12 +63,13 @@ def block_sparse_attn(
         q2k_index: ids of the listed blocks of keys [B, H, ceil(Nq / 64), M], int32, in any order.
         q2k_num: how many leading slots are in use [B, H, ceil(Nq / 64)], int32.
         kv_block_size: valid keys of each block [ceil(Nkv / 64)], int32, 0 to 64; all by default.
-        sm_scale: factor on q.k; D**-0.5 by default.
+        sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default.
         return_lse: return lse as well.
 
     Returns:
-        out, like q, its layout included; with `return_lse` also lse [B, H, Nq], fp32 (float64 for float64 inputs),
-        natural logarithm. Both are differentiable with respect to q, k and v (once), bitwise repeatably.
+        out, like q, its layout included (as torch.empty_like makes it); with `return_lse` also lse [B, H, Nq], fp32
+        (float64 for float64 inputs), natural logarithm. Both are differentiable with respect to q, k and v (once),
+        bitwise repeatably.
 
     Raises:
         RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
@@ -92,7 +93,7 @@ def coarse_attn(q: Tensor, k: Tensor, v: Tensor, *, sm_scale: float | None = Non
         q: queries [B, H, Nq, D], bf16. On the CPU also fp32 and float64. D is 64 or 128.
         k, v: pooled keys and values [B, Hkv, Nkv, D], like q. Head h of q reads head h // (H / Hkv). Nq and Nkv are
             any numbers; the last block of queries may be shorter.
-        sm_scale: factor on q.k; D**-0.5 by default.
+        sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default.
 
     Returns:
         out, like q, its layout included: 0 where there are no keys; and scores [B, H, ceil(Nq / 64), Nkv], fp32

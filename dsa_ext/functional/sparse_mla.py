@@ -80,10 +80,10 @@ def sparse_mla(
         kv: the latent keys [B, S_kv, G, D], like q; the first `d_v` columns of a key are its value. The H heads of q
             are split into G groups of H/G <= 128 consecutive heads.
         indices: ids of the selected keys [B, S, G, K], int32, in any order.
-        sm_scale: factor on q.k; D**-0.5 by default.
+        sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default.
         d_v: columns of a value. (D, d_v) is (576, 512) or (512, 512).
         causal: hide keys that are not complete at the query's position.
-        q_start: position of the first query, for a chunk of a longer sequence.
+        q_start: position of the first query, for a chunk of a longer sequence; 0 to 2^62.
         kv_stride: number of positions that one key stands for.
         topk_length: number of leading slots in use [B, S], int32; all of them by default.
         attn_sink: logit per head [H], fp32 (float64 beside float64 inputs), that takes a share of the probability and
