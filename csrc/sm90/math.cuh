@@ -21,6 +21,23 @@ __device__ __forceinline__ float log2_fast(float x) {
   return y;
 }
 
+// Scores, in units of log 2, from whose magnitude on rounding is taken care of; far above ordinary ones.
+inline constexpr float kLargeScore = 0x1p20f;
+
+// `base` for the probabilities 2^(score * scale + base) of a row, from its log-sum-exp. They are at most 1, which the
+// rounding of a large log-sum-exp must not change, let alone make them overflow: it is taken to be as large as it may
+// have been. A row without any has none.
+__device__ __forceinline__ float base_of_lse(float lse) {
+  const float base = -lse * kLog2E;
+  return fabsf(base) > kLargeScore ? base - fabsf(base) * 0x1p-22f : base;
+}
+
+// The logarithm of a sum of exponentials, from their largest exponent and the logarithm of their sum relative to it.
+// Relative to infinity the sum is NaN.
+__device__ __forceinline__ float log_of_sum(float largest, float log_sum) {
+  return largest == INFINITY ? INFINITY : largest + log_sum;
+}
+
 // What a sink leaves of a row's probability mass: e^lse / (e^lse + e^sink).
 __device__ __forceinline__ float share_beside_sink(float lse, float sink) {
   return lse == -INFINITY ? 0.f : 1.f / (1.f + exp2_fast((sink - lse) * kLog2E));

@@ -18,7 +18,7 @@ struct KeyStream {
 
   alignas(1024) Tile<kColumns> k, v;
   Slot slots[kSlots];
-  alignas(16) float lse_log2[kSlots][2][kBlock];  // and delta
+  alignas(16) float bases[kSlots][2][kBlock];  // and delta
   int item, queries, keys;  // which block, how many blocks of queries, how many valid keys; no further where item is -1
   uint64_t item_full, item_empty, full[kSlots], empty[kSlots];
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ void copy_for_keys(KeyStream<kColumns>& shared, const
             arrive_and_expect(full, 2 * kTileBytes + kRowBytes);
             copy_block<kColumns>(slot.q, &maps.q, first_head + i, block * kBlock, item.batch, full);
             copy_block<kColumns>(slot.dout, &maps.dout, first_head + i, block * kBlock, item.batch, full);
-            bulk_load(shared.lse_log2[ring.slot], p.rows + (head_index * p.q_blocks + block) * 2 * kBlock, kRowBytes,
+            bulk_load(shared.bases[ring.slot], p.rows + (head_index * p.q_blocks + block) * 2 * kBlock, kRowBytes,
                       full);
           }
           __syncwarp();
@@ -141,18 +141,18 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
       wait(&shared.full[ring.slot], ring.parity);
       auto& slot = shared.slots[ring.slot];
       // Of this lane's columns, eight apart.
-      const auto* lse_log2 = reinterpret_cast<const float2*>(shared.lse_log2[ring.slot][0]) + lane % 4;
-      const auto* delta = reinterpret_cast<const float2*>(shared.lse_log2[ring.slot][1]) + lane % 4;
+      const auto* bases = reinterpret_cast<const float2*>(shared.bases[ring.slot][0]) + lane % 4;
+      const auto* delta = reinterpret_cast<const float2*>(shared.bases[ring.slot][1]) + lane % 4;
       multiply(shared.k, slot.q, r_s);
       multiply(shared.v, slot.dout, r_dp);
       warpgroup_wait<1>();
       warpgroup_fence_operand(r_s);
 #pragma unroll
       for (int i = 0; i < r_s.size(); i += 4) {
-        const float2 of_columns = lse_log2[i];
+        const float2 of_columns = bases[i];
 #pragma unroll
         for (int j = i; j < i + 4; ++j) {
-          r_s(j) = exp2_fast(fmaf(r_s(j), scale_log2, -(j % 2 ? of_columns.y : of_columns.x)));
+          r_s(j) = exp2_fast(fmaf(r_s(j), scale_log2, j % 2 ? of_columns.y : of_columns.x));
         }
       }
       const auto clear_invalid = [&](auto& r) {

@@ -122,7 +122,7 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
     load_operand(r_dout);
     ring.advance();
     wait_full();
-    float delta[2] = {}, lse_log2[2];
+    float delta[2] = {}, bases[2];
     for_operand_pairs<kColumns>(shared.tiles[ring.slot], thread, [&](int i, const uint32_t (&pairs)[4]) {
       for (int j = 0; j < 4; ++j) delta[j % 2] += dot_bf16(pairs[j], pairs_of(r_dout)[i][j]);
     });
@@ -145,10 +145,10 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       const bool exists = query < p.seq_q;
       const float lse = exists ? __ldg(p.lse + item.row(p) + query) : -INFINITY;
       if (exists && p.dlse != nullptr) delta[r] -= __ldg(p.dlse + item.row(p) + query);
-      lse_log2[r] = lse == -INFINITY ? INFINITY : lse * kLog2E;  // then every P is 0
+      bases[r] = lse == -INFINITY ? -INFINITY : base_of_lse(lse);  // then every P is 0
       if (lane % 4 == 0) {
         float* g_rows = p.rows + static_cast<int64_t>(index) * 2 * kBlock + row + 8 * r;
-        g_rows[0] = lse_log2[r], g_rows[kBlock] = delta[r];
+        g_rows[0] = bases[r], g_rows[kBlock] = delta[r];
       }
     }
     warpgroup_fence_operand(r_q);
@@ -166,7 +166,7 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       warpgroup_wait<1>();
       warpgroup_fence_operand(r_s);
 #pragma unroll
-      for (int i = 0; i < r_s.size(); ++i) r_s(i) = exp2_fast(fmaf(r_s(i), scale_log2, -lse_log2[i / 2 % 2]));
+      for (int i = 0; i < r_s.size(); ++i) r_s(i) = exp2_fast(fmaf(r_s(i), scale_log2, bases[i / 2 % 2]));
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_dp);
       arrive(&shared.empty[ring.slot]);

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   static_cast<sm90::Bf16*>(p.out.data)[p.out.offset(item.batch, item.head, query) + column] =
       sm90::Bf16(is_empty ? 0.f : total / total_sum);
   if (column == 0) {
-    p.lse[item.row(p) + query] = is_empty ? -INFINITY : (top + sm90::log2_fast(total_sum)) * sm90::kLn2;
+    p.lse[item.row(p) + query] = is_empty ? -INFINITY : sm90::log_of_sum(top, sm90::log2_fast(total_sum)) * sm90::kLn2;
   }
 }
 

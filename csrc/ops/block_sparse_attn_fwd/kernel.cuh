@@ -116,7 +116,7 @@ __device__ __forceinline__ bool join_team(SharedStorage<kColumns>& shared, Softm
   const int lane = thread % kWarpThreads, first_row = thread / kWarpThreads * 16 + lane / 4;
   if (lane % 4 == 0) {
     for (int r = 0; r < 2; ++r) {
-      shared.streams[stream].offsets[first_row + r * 8] = softmax.sum[r] == 0.f ? -INFINITY : softmax.offset[r];
+      shared.streams[stream].offsets[first_row + r * 8] = softmax.sum[r] == 0.f ? -INFINITY : softmax.top[r];
       shared.streams[stream].sums[first_row + r * 8] = softmax.sum[r];
     }
   }
@@ -129,7 +129,7 @@ __device__ __forceinline__ bool join_team(SharedStorage<kColumns>& shared, Softm
     const float base = top == -INFINITY ? 0.f : top;
     for (const auto& of : shared.streams) sum += of.sums[row] * exp2_fast(of.offsets[row] - base);
     const float factor = exp2_fast(shared.streams[stream].offsets[row] - base);
-    softmax.offset[r] = base, softmax.sum[r] = sum;
+    softmax.top[r] = base, softmax.sum[r] = sum;
 #pragma unroll
     for (int i = 2 * r; i < r_out.size(); i += 4) r_out(i) *= factor, r_out(i + 1) *= factor;
   }
@@ -198,8 +198,8 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
       }
       const auto r_k = score_mma.get_slice(thread).partition_fragment_B(
           make_tensor(make_smem_ptr(shared.tiles[ring.slot]), RowsByColumns<kColumns>{}));
-      // Once, and again where the offset has to move: the probabilities take the scores' registers.
-      for (bool fits = !softmax.is_first;; fits = false) {
+      // Once, and once again where the maximum has to move: the probabilities take the scores' registers.
+      for (bool moves = softmax.moves;; moves = true) {
         warpgroup_fence_operand(r_s);
         warpgroup_arrive();
         score_mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -229,11 +229,11 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
             }
           }
         }
-        if (!fits) {
+        if (moves) {
           if (softmax.is_first) release_queries();
-          softmax.move_offset(r_s, r_out, p.scale_log2);
+          softmax.move_top(r_s, r_out, p.scale_log2);
         }
-        if (softmax.add(r_s, reinterpret_cast<uint32_t*>(r_p.data()), p.scale_log2, own_barrier())) break;
+        if (softmax.add(r_s, reinterpret_cast<uint32_t*>(r_p.data()), p.scale_log2, moves, own_barrier())) break;
       }
       release();
 
@@ -256,7 +256,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
     const Mark& mark = shared.marks[ring.slot];
     Bf16* s_out = shared.tiles[ring.slot];
     ring.advance();
-    softmax.finish();
+    softmax.finish(p.scale_log2);
     if constexpr (kColumns == 64) use_operand(r_q);  // with 128, no register is free, and ptxas keeps them as it is
     if (read_for_warp(mark.is_shared) && !join_team(team, softmax, r_out, own_barrier() - 1, thread)) continue;
     const float shares[2] = {softmax.share(0), softmax.share(1)};

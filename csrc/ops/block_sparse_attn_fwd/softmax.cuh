@@ -1,6 +1,8 @@
 // Scores to probabilities, and the sums of rows.
 #pragma once
 
+#include <limits>
+
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/warpgroup.cuh"
@@ -9,63 +11,75 @@ namespace dsa::block_sparse_attn_fwd {
 
 using namespace dsa::sm90;
 
-// Two rows of a lane. Scores, in units of log 2, are taken relative to an offset, which is the maximum of the first
-// block that is seen, and follows only when a sum grows beyond 2^40. Until then fp32 and bf16 bear it as well as
-// if it were the maximum.
+// Two rows of a lane. Exponentials of scores, in units of log 2, are taken relative to the maximum of the first block
+// that is seen, which follows only when a sum grows beyond 2^40. Until then fp32 and bf16 bear it as well as if it were
+// that of all. Where it is large it is subtracted from the scores before they are scaled, and followed at each block.
 struct Softmax {
-  float offset[2] = {}, sum[2] = {};  // `sum` is of the lane's columns
-  bool is_first = true;
+  static constexpr float kNone = std::numeric_limits<float>::lowest();  // no score yet, or -inf alone
 
-  // The output follows.
+  float top[2] = {kNone, kNone}, sum[2] = {};  // `sum` is of the lane's columns
+  float base[2];                               // minus the scaled maximum, unless it has been subtracted
+  bool is_first = true;
+  bool moves = true;  // the maximum, before a block is added; the same for all of a warp
+
+  // To that of these scores, if it is higher; the output follows.
   template <class Scores, class Out>
-  __device__ __forceinline__ void move_offset(const Scores& r_s, Out& r_out, float scale_log2) {
-    float best[2] = {-INFINITY, -INFINITY};
+  __device__ __forceinline__ void move_top(Scores& r_s, Out& r_out, float scale_log2) {
+    float best[2] = {top[0], top[1]};
 #pragma unroll
     for (int i = 0; i < r_s.size(); ++i) best[i / 2 % 2] = fmaxf(best[i / 2 % 2], r_s(i));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 1));
-      best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 2)) * scale_log2;
-      const float next = best[r] == -INFINITY ? offset[r] : is_first ? best[r] : fmaxf(offset[r], best[r]);
-      const float factor = exp2_fast(offset[r] - next);
-      offset[r] = next;
+      best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 2));
+      base[r] = __fmul_rn(-best[r], scale_log2);
+      const float factor = top[r] == best[r] ? 1.f : exp2_fast(__fmul_rn(top[r], scale_log2) + base[r]);
+      top[r] = best[r];
       if (is_first) continue;
       sum[r] *= factor;
 #pragma unroll
       for (int i = 2 * r; i < r_out.size(); i += 4) r_out(i) *= factor, r_out(i + 1) *= factor;
     }
     is_first = false;
+    moves = __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kLargeScore);
+    if (!moves) return;
+    base[0] = base[1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < r_s.size(); ++i) r_s(i) -= top[i / 2 % 2];
   }
 
-  // Scores to probabilities, as operands. False where they grow too large; then nothing is added.
+  // Scores to probabilities, as operands. False where the maximum has to move first, unless it just has; then nothing
+  // is added.
   template <class Scores>
-  __device__ __forceinline__ bool add(const Scores& r_s, uint32_t* pairs, float scale_log2, int barrier) {
+  __device__ __forceinline__ bool add(const Scores& r_s, uint32_t* pairs, float scale_log2, bool has_moved,
+                                      int barrier) {
     constexpr float kLimit = 0x1p40f;
     float part[2] = {};
 #pragma unroll
     for (int i = 0; i < r_s.size(); i += 2) {
       const int r = i / 2 % 2;
-      const float low = exp2_fast(fmaf(r_s(i), scale_log2, -offset[r]));
-      const float high = exp2_fast(fmaf(r_s(i + 1), scale_log2, -offset[r]));
+      const float low = exp2_fast(fmaf(r_s(i), scale_log2, base[r]));
+      const float high = exp2_fast(fmaf(r_s(i + 1), scale_log2, base[r]));
       part[r] += low + high;
       pairs[i / 2] = pack_bf16(low, high);
     }
-    if (any_of_warpgroup(barrier, part[0] > kLimit || part[1] > kLimit)) return false;
+    if (any_of_warpgroup(barrier, !has_moved && (part[0] > kLimit || part[1] > kLimit))) return false;
     sum[0] += part[0], sum[1] += part[1];
     return true;
   }
 
-  // Over all columns, once all are through.
-  __device__ __forceinline__ void finish() {
+  // Over all columns, once all are through. What the sums are relative to is then in units of log 2.
+  __device__ __forceinline__ void finish(float scale_log2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
       sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+      top[r] = __fmul_rn(top[r], scale_log2);
     }
   }
   __device__ __forceinline__ float share(int r) const { return sum[r] == 0.f ? 0.f : 1.f / sum[r]; }
   __device__ __forceinline__ float lse_log2(int r) const {
-    return sum[r] == 0.f ? -INFINITY : offset[r] + log2_fast(sum[r]);
+    return sum[r] == 0.f ? -INFINITY : log_of_sum(top[r], log2_fast(sum[r]));
   }
 };
 

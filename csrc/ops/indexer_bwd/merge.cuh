@@ -196,24 +196,29 @@ __global__ void __launch_bounds__(kEntryThreads) list_ranges_kernel(const __grid
   if (at >= p.capacity) return;
   const int64_t entry = static_cast<int64_t>(group) * p.capacity + at;
   const int key = begin + at;
-  p.entries[entry] = at < count ? key : -1;
+  bool is_seen = false;
   __nv_bfloat16* const g_gradients =
       static_cast<__nv_bfloat16*>(p.gradients) + static_cast<int64_t>(group) * p.capacity * group_queries;
   for (int query = first_query; query < first_query + group_queries; ++query) {
     float gradient = 0.f;
     if (at < count && query < end_query) {
       const Bounds bounds(p, query);
-      if (key >= bounds.begin && key < bounds.end) gradient = p.dscores[query * p.dscores_stride + key];
+      if (key >= bounds.begin && key < bounds.end) {
+        gradient = p.dscores[query * p.dscores_stride + key];
+        is_seen = true;
+      }
     }
     g_gradients[gradient_place(at, query - first_query, group_queries)] = gradient;
   }
+  p.entries[entry] = is_seen ? key : -1;  // between the ranges too, where a key may hold anything
 }
 
 // Deterministic calls: the keys and rows of entries; one thread an entry.
 __global__ void __launch_bounds__(kEntryThreads) list_slots_kernel(const __grid_constant__ Params p, int slots) {
   const int i = blockIdx.x * kEntryThreads + threadIdx.x;
   if (i >= slots) return;
-  p.dk.slot_keys[0][i] = i % p.capacity < p.counts[i / p.capacity] ? p.entries[i] : unsigned(p.dk.keys);
+  const bool is_key = i % p.capacity < p.counts[i / p.capacity] && p.entries[i] >= 0;
+  p.dk.slot_keys[0][i] = is_key ? p.entries[i] : unsigned(p.dk.keys);
   p.dk.slot_rows[0][i] = i;
 }
 

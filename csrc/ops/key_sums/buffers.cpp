@@ -22,6 +22,8 @@ std::vector<Tensor> allocate(Params& p, std::initializer_list<int64_t> result_si
     next += slots;
   }
   p.key_starts = next;
+  buffers.push_back(empty({slots / kSegment, p.columns}, ScalarType::Float, p.device));
+  p.segment_sums = static_cast<float*>(buffers.back().data_ptr());
   return buffers;
 }
 

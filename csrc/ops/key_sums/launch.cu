@@ -27,12 +27,81 @@ __global__ void __launch_bounds__(kThreads) round_sums_kernel(const __grid_const
   static_cast<uint4*>(p.result)[piece] = {pair(0), pair(2), pair(4), pair(6)};
 }
 
-// One thread for each place between two sorted slots: the keys that begin there.
+// One thread for each place between two sorted slots: the keys that begin there. Where those are many, all threads of
+// the block share them.
 __global__ void __launch_bounds__(kThreads) key_starts_kernel(const __grid_constant__ Params p, int slots) {
+  constexpr int kFew = 32;
+  struct Gap {
+    int64_t first, last;
+    int place;
+  };
+  __shared__ Gap s_gaps[kThreads];
+  __shared__ int s_count;
+  if (threadIdx.x == 0) s_count = 0;
+  __syncthreads();
   const int i = blockIdx.x * kThreads + threadIdx.x;
-  if (i > slots) return;
-  const int64_t end = i < slots ? p.slot_keys[1][i] : p.keys;
-  for (int64_t key = i > 0 ? int64_t{p.slot_keys[1][i - 1]} + 1 : 0; key <= end; ++key) p.key_starts[key] = i;
+  if (i <= slots) {
+    const int64_t first = i > 0 ? int64_t{p.slot_keys[1][i - 1]} + 1 : 0, last = i < slots ? p.slot_keys[1][i] : p.keys;
+    if (last - first < kFew) {
+      for (int64_t key = first; key <= last; ++key) p.key_starts[key] = i;
+    } else {
+      s_gaps[atomicAdd(&s_count, 1)] = {first, last, i};
+    }
+  }
+  __syncthreads();
+  for (int gap = 0; gap < s_count; ++gap) {
+    const auto [first, last, place] = s_gaps[gap];
+    for (int64_t key = first + threadIdx.x; key <= last; key += kThreads) p.key_starts[key] = place;
+  }
+}
+
+// Sums of 8 columns, as store_rows has them.
+struct Sums {
+  float4 low, high;
+
+  // The rows of sorted slots [begin, end), in their order.
+  __device__ __forceinline__ void add_rows(const Params& p, unsigned begin, unsigned end, int piece) {
+    const int row_pieces = p.columns / kColumns;
+    const uint4* g_pieces = static_cast<const uint4*>(p.rows) + piece;
+    const auto add = [](float& a, float& b, uint32_t pair) {
+      a += __uint_as_float(pair << 16);
+      b += __uint_as_float(pair & 0xffff0000u);
+    };
+    for (int block = 0; block < p.blocks; ++block) {
+#pragma unroll 8
+      for (unsigned i = begin; i < end; ++i) {
+        const int64_t row = p.slot_rows[1][i] + block * p.block_stride;
+        const uint4 pairs = __ldcs(g_pieces + row * row_pieces);
+        add(low.x, low.y, pairs.x), add(low.z, low.w, pairs.y);
+        add(high.x, high.y, pairs.z), add(high.z, high.w, pairs.w);
+      }
+    }
+  }
+  __device__ __forceinline__ void add(const float4* g_sums) {
+    const float4 a = g_sums[0], b = g_sums[1];
+    low.x += a.x, low.y += a.y, low.z += a.z, low.w += a.w;
+    high.x += b.x, high.y += b.y, high.z += b.z, high.w += b.w;
+  }
+  __device__ __forceinline__ void store(float4* g_sums) const { g_sums[0] = low, g_sums[1] = high; }
+};
+
+// Whether a key has so many rows that segments of them are added up by themselves.
+__device__ __forceinline__ bool is_long(unsigned begin, unsigned end) { return end - begin >= 2 * kSegment; }
+
+__device__ __forceinline__ float4* sums_of(float* g_rows, int64_t row, int columns, int piece) {
+  return reinterpret_cast<float4*>(g_rows + row * columns) + 2 * piece;
+}
+
+// One thread for each 8 columns of a segment, whose rows are added up if they are all of one key that has many.
+__global__ void __launch_bounds__(kThreads) sum_segments_kernel(const __grid_constant__ Params p, unsigned segments) {
+  const unsigned segment = blockIdx.x * blockDim.y + threadIdx.y;
+  if (segment >= segments) return;
+  const unsigned begin = segment * kSegment, end = begin + kSegment;
+  const unsigned key = p.slot_keys[1][begin];
+  if (p.slot_keys[1][end - 1] != key || key == p.keys || !is_long(p.key_starts[key], p.key_starts[key + 1])) return;
+  Sums sums{};
+  sums.add_rows(p, begin, end, threadIdx.x);
+  sums.store(sums_of(p.segment_sums, segment, p.columns, threadIdx.x));
 }
 
 // One thread for each 8 columns of a key. Adds up the rows of a launch in the order of their slots, after the sums of
@@ -43,34 +112,28 @@ __global__ void __launch_bounds__(kThreads)
   if (key >= p.keys) return;
   const unsigned begin = p.key_starts[key], end = p.key_starts[key + 1];
   if (begin == end && !is_first && !is_last) return;
-  const int row_pieces = p.columns / kColumns, piece = threadIdx.x;
-  float4* g_sums = reinterpret_cast<float4*>(p.sums + key * p.columns) + 2 * piece;
-  float4 low = {}, high = {};
-  if (!is_first) low = g_sums[0], high = g_sums[1];
-  const uint4* g_pieces = static_cast<const uint4*>(p.rows) + piece;
-  const auto add = [](float& a, float& b, uint32_t pair) {
-    a += __uint_as_float(pair << 16);
-    b += __uint_as_float(pair & 0xffff0000u);
-  };
-  for (int block = 0; block < p.blocks; ++block) {
-#pragma unroll 8
-    for (unsigned i = begin; i < end; ++i) {
-      const int64_t row = p.slot_rows[1][i] + block * p.block_stride;
-      const uint4 pairs = __ldcs(g_pieces + row * row_pieces);
-      add(low.x, low.y, pairs.x), add(low.z, low.w, pairs.y);
-      add(high.x, high.y, pairs.z), add(high.z, high.w, pairs.w);
+  const int piece = threadIdx.x;
+  float4* g_sums = sums_of(p.sums, key, p.columns, piece);
+  Sums sums{};
+  if (!is_first) sums = {g_sums[0], g_sums[1]};
+  // All rows; of many, those before and behind whole segments, and the sums of these in between.
+  const bool has_segments = is_long(begin, end);
+  const unsigned first_segment = (begin + kSegment - 1) / kSegment, end_segment = end / kSegment;
+  for (unsigned from = begin, to = has_segments ? first_segment * kSegment : end;;) {
+    sums.add_rows(p, from, to, piece);
+    if (!has_segments || from > begin) break;
+    for (unsigned segment = first_segment; segment < end_segment; ++segment) {
+      sums.add(sums_of(p.segment_sums, segment, p.columns, piece));
     }
+    from = end_segment * kSegment, to = end;
   }
-  if (!is_last) {
-    g_sums[0] = low, g_sums[1] = high;
-    return;
-  }
+  if (!is_last) return sums.store(g_sums);
   const int place = piece * kColumns % sm90::kScatterColumns;
   uint32_t* g_key = static_cast<uint32_t*>(p.result) + (key * p.columns + piece * kColumns - place) / 2;
-  g_key[sm90::stored_column(place) / 2] = sm90::pack_bf16(low.x, low.y);
-  g_key[sm90::stored_column(place + 2) / 2] = sm90::pack_bf16(low.z, low.w);
-  g_key[sm90::stored_column(place + 4) / 2] = sm90::pack_bf16(high.x, high.y);
-  g_key[sm90::stored_column(place + 6) / 2] = sm90::pack_bf16(high.z, high.w);
+  g_key[sm90::stored_column(place) / 2] = sm90::pack_bf16(sums.low.x, sums.low.y);
+  g_key[sm90::stored_column(place + 2) / 2] = sm90::pack_bf16(sums.low.z, sums.low.w);
+  g_key[sm90::stored_column(place + 4) / 2] = sm90::pack_bf16(sums.high.x, sums.high.y);
+  g_key[sm90::stored_column(place + 6) / 2] = sm90::pack_bf16(sums.high.z, sums.high.w);
 }
 
 cudaError_t sort(const Params& p, size_t& bytes, int slots, cudaStream_t stream) {
@@ -117,9 +180,15 @@ const char* sum_rows(const Params& p, int slots, bool is_first, bool is_last, vo
   const char* error =
       sm90::launch_kernel<key_starts_kernel>(p.device, slots / kThreads + 1, kThreads, 0, stream, p, slots);
   if (error != nullptr) return error;
-  const int row_pieces = p.columns / kColumns, keys_of_block = std::max(1, kThreads / row_pieces);
-  return sm90::launch_kernel<sum_rows_kernel>(p.device, blocks_of(p.keys, keys_of_block),
-                                              dim3(row_pieces, keys_of_block), 0, stream, p, is_first, is_last);
+  const int row_pieces = p.columns / kColumns, rows_of_block = std::max(1, kThreads / row_pieces);
+  const dim3 block(row_pieces, rows_of_block);
+  if (const unsigned segments = slots / kSegment; segments > 0) {
+    error = sm90::launch_kernel<sum_segments_kernel>(p.device, blocks_of(segments, rows_of_block), block, 0, stream, p,
+                                                     segments);
+    if (error != nullptr) return error;
+  }
+  return sm90::launch_kernel<sum_rows_kernel>(p.device, blocks_of(p.keys, rows_of_block), block, 0, stream, p, is_first,
+                                              is_last);
 }
 
 }  // namespace dsa::key_sums

@@ -3,12 +3,16 @@
 //
 // Either kernels add to fp32 sums, in any order (sm90/scatter.cuh, add_rows). Or, in a deterministic call, they store
 // what each slot of a list adds as a row of its own (store_rows), for as many slots as there is room for; the slots are
-// sorted by key, and each key's rows added up in the order of the slots.
+// sorted by key, and each key's rows added up in the order of the slots, segments of them side by side.
 #pragma once
 
 #include <cstdint>
 
 namespace dsa::key_sums {
+
+// Sorted slots that are added up together where they are all of one key. One thread does so with 8 columns, one slot
+// after the other, so a key that all slots list takes as long as this many slots and as there are segments.
+inline constexpr int kSegment = 512;
 
 struct Params {
   void* result;  // bf16 [keys, columns]
@@ -24,6 +28,7 @@ struct Params {
   int blocks;              // rows of a slot, `block_stride` apart
   int64_t block_stride;
   unsigned* key_starts;  // [keys + 1]: where each key's sorted slots begin
+  float* segment_sums;   // [slots / kSegment, columns], of those of one key
   void* sort_space;      // of sort_bytes
   int64_t sort_bytes;
 };

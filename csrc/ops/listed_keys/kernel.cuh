@@ -29,7 +29,7 @@ struct Attention {
   float scale;
 
   __device__ __forceinline__ explicit Attention(const Params& p) : scale(p.sm_scale * kLog2E) {}
-  static __device__ __forceinline__ float of_head(float lse) { return lse == -INFINITY ? -INFINITY : -lse * kLog2E; }
+  static __device__ __forceinline__ float of_head(float lse) { return lse == -INFINITY ? -INFINITY : base_of_lse(lse); }
   __device__ __forceinline__ float add(float sum, float score, float base) const {
     return sum + exp2_fast(fmaf(score, scale, base));
   }
@@ -196,12 +196,12 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
     const int first_tile = (warpgroup - tiles_before) & 1;
     float of_heads[kColumns];
     const int group_heads = p.heads / p.groups;
+    const auto head = [&](int c) { return c / 2 * 8 + lane % 4 * 2 + c % 2; };
     const float* g_of_heads = p.of_heads + item.b * p.of_heads_stride_b + item.s * p.of_heads_stride_s;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const int head = c / 2 * 8 + lane % 4 * 2 + c % 2;
-      of_heads[c] = head < group_heads
-                        ? function.of_head(g_of_heads[(item.group * group_heads + head) * p.of_heads_stride_h])
+      of_heads[c] = head(c) < group_heads
+                        ? function.of_head(g_of_heads[(item.group * group_heads + head(c)) * p.of_heads_stride_h])
                         : Function::kNoHead;
     }
     float row_sum = 0.f;
@@ -242,6 +242,13 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       ring.advance(kParts);
       warpgroup_fence_operand(r_s);
 
+      if (group_heads < kC.heads) {
+        // Heads that do not exist have Q = 0, which a key that is not finite turns into NaN.
+#pragma unroll
+        for (int i = 0; i < size(r_s); ++i) {
+          if (head(i / 4 * 2 + i % 2) >= group_heads) r_s(i) = 0.f;
+        }
+      }
       float sums[kBlocks][2] = {};
 #pragma unroll
       for (int i = 0; i < size(r_s); ++i) {

@@ -30,11 +30,12 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
     const float sink = p.attn_sink[row % p.heads * p.attn_sink_stride];
     denominator += sm90::exp2_fast((sink - base) * sm90::kLog2E);
   }
-  const float scale = top == -INFINITY ? 0.f : 1.f / denominator;
+  const bool empty = sum == 0.f;
+  const float scale = empty ? 0.f : 1.f / denominator;
   const uint2 packed = {sm90::pack_bf16(out.x * scale, out.y * scale), sm90::pack_bf16(out.z * scale, out.w * scale)};
   *reinterpret_cast<uint2*>(static_cast<char*>(p.out) + (row * p.d_v + column) * 2) = packed;
   if (threadIdx.x == 0) {
-    p.lse[row] = top == -INFINITY ? -INFINITY : top + sm90::log2_fast(sum) * sm90::kLn2;
+    p.lse[row] = empty ? -INFINITY : sm90::log_of_sum(top, sm90::log2_fast(sum) * sm90::kLn2);
   }
 }
 

@@ -12,7 +12,7 @@ namespace dsa::sparse_mla_fwd {
 __device__ __forceinline__ float finish_row(const KernelParams& p, const Item& item, int head, float row_max,
                                             float row_sum) {
   const bool exists = head < item.heads_left(p);
-  const bool empty = row_max == -INFINITY;
+  const bool empty = row_sum == 0.f;  // where all scores are NaN it is that too, and there is no maximum
   float denominator = row_sum;
   if (exists && p.attn_sink != nullptr && p.splits == 1) {
     const int h = item.group * (p.heads / p.groups) + item.head_block * kBlockHeads + head;
@@ -20,7 +20,7 @@ __device__ __forceinline__ float finish_row(const KernelParams& p, const Item& i
   }
   if (exists) {
     float* g_lse = p.splits == 1 ? p.lse : p.partial_lse + item.split * p.rows;
-    g_lse[item.first_row(p) + head] = empty ? -INFINITY : kLn2 * (row_max + log2f(row_sum));
+    g_lse[item.first_row(p) + head] = empty ? -INFINITY : kLn2 * log_of_sum(row_max, log2f(row_sum));
   }
   return empty ? 0.f : 1.f / denominator;
 }

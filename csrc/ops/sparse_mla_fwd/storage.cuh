@@ -25,16 +25,18 @@ static_assert(kTileRows == kBlockK && kGatherRows == kBlockK, "a tile is what on
 inline constexpr int kStepColumns = 16;                                       // of one wgmma
 inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads'
 
-// Running maxima are raised only when they have fallen behind by kRescaleStep, and then by whole numbers. So O is
-// rarely rescaled, and by powers of two; P stays below 2^kRescaleStep, where bf16 has the same relative precision.
+// Running maxima are raised only when they have fallen behind by kRescaleStep, and then by whole numbers, or by so much
+// that nothing is left of what was added before. So O is rarely rescaled, and by powers of two or 0; P stays below
+// 2^kRescaleStep, where bf16 has the same relative precision.
 inline constexpr float kRescaleStep = 8.f;
 inline constexpr int kExponentOfOne = 127;  // in the bits of a float
 __device__ __forceinline__ float power_of_two(int exponent_bits) { return __int_as_float(exponent_bits << 23); }
 __device__ __forceinline__ float raised_max(float old_max, float top) {
-  if (old_max == -INFINITY) return top;
+  if (top - old_max >= kExponentOfOne) return top;  // a sum might be rounded to less
   return top > old_max ? old_max + ceilf(top - old_max) : old_max;
 }
-// The exponent bits of 2^(old_max - new_max), where that is a whole number or -inf; 1 where nothing was raised.
+// The exponent bits of 2^(old_max - new_max), where that is a whole number or below the exponents of a float, and then
+// 0; of 1 where nothing was raised.
 __device__ __forceinline__ int rescale_bits(float old_max, float new_max) {
   return kExponentOfOne + (new_max > old_max ? __float2int_rn(fmaxf(old_max - new_max, -127.f)) : 0);
 }

@@ -155,7 +155,15 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
         shared.rescale[at.slot][row] = exponents[0];
         shared.rescale[at.slot][row + 8] = exponents[1];
       }
-      const float base[2] = {row_max[0] == -INFINITY ? 0.f : -row_max[0], row_max[1] == -INFINITY ? 0.f : -row_max[1]};
+      float base[2] = {row_max[0] == -INFINITY ? 0.f : -row_max[0], row_max[1] == -INFINITY ? 0.f : -row_max[1]};
+      if (fmaxf(fabsf(base[0]), fabsf(base[1])) > kLargeScore) [[unlikely]] {
+        // fmaf does not round the product as row_max was, and moves the largest score away from 0 by the difference:
+        // its exponential would overflow, or be lost.
+        const float inverse = 1.f / p.scale_log2;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) r_s(i) = __fadd_rn(__fmul_rn(r_s(i), p.scale_log2), base[i / 2 % 2]) * inverse;
+        base[0] = base[1] = 0.f;
+      }
 #pragma unroll
       for (int i = 0; i < 32; i += 2) {
         const int r = i / 2 % 2;

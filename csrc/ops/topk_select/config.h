@@ -11,7 +11,7 @@ inline constexpr int kThreads = 512;            // of the largest CTA
 inline constexpr int kPiece = 4;                // consecutive entries that a thread takes at a time
 inline constexpr int kWarpPiece = 32 * kPiece;  // of its warp
 inline constexpr int kReadAhead = 2;            // loads of a warp that reads a run
-inline constexpr int kUnit = 8;                 // columns that begin 16-byte aligned, in bf16 too
+inline constexpr int kUnit = 8;                 // columns that begin 16-byte aligned, in bf16 too, if their row does
 inline constexpr int kMaxCtas = 8;              // of a row: a portable cluster
 
 // A CTA, what it selects among, the digits that it counts, and how many of it an SM is to run.

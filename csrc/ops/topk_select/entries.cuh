@@ -154,13 +154,14 @@ __device__ __forceinline__ Piece load_piece(const __nv_bfloat16* columns) {
   return {{first.x, first.y, second.x, second.y}};
 }
 
-// Consecutive columns of a row, that are read from a whole unit on.
+// Consecutive columns of a row. They are read from `first_read` on, which begins 16-byte aligned, at most a unit before
+// `begin`; in a row that does not begin so itself it may be negative.
 struct Run {
-  int begin, end;
+  int begin, end, first_read;
 
-  __device__ __forceinline__ int aligned_begin() const { return begin / kUnit * kUnit; }
-  __device__ __forceinline__ int aligned_size() const { return end - aligned_begin(); }
-  __device__ __forceinline__ int last_piece() const { return max(0, end - 1) / kPiece * kPiece; }
+  __device__ __forceinline__ int size() const { return end - first_read; }  // that is read
+  // The piece of the last column; of one of the row where the run is empty.
+  __device__ __forceinline__ int last_piece() const { return first_read + ((max(0, end - 1) - first_read) & -kPiece); }
   __device__ __forceinline__ bool contains(int first, int count) const {
     return first >= begin && first + count <= end;
   }

@@ -23,12 +23,12 @@ struct Sample {
   __device__ __forceinline__ void load(const T* g_row, Run run) {
     constexpr int kSpotColumns = kSpotPieces * kPiece;
     const int thread = threadIdx.x;
-    const uint64_t run_spots = run.aligned_size() / kSpotColumns;
+    const uint64_t run_spots = run.size() / kSpotColumns;
 #pragma unroll
     for (int i = 0; i < kOfGroup; ++i) {
       const int mixed = thread / kSpotPieces * (1 + 36 * i) % (Shape::kThreads / kSpotPieces);
       const int spot = static_cast<int>((mixed * kOfGroup + i) * run_spots / kSpots);
-      pieces[i] = load_piece(g_row + run.aligned_begin() + spot * kSpotColumns + thread % kSpotPieces * kPiece);
+      pieces[i] = load_piece(g_row + run.first_read + spot * kSpotColumns + thread % kSpotPieces * kPiece);
     }
   }
   // Of the best of a group; a thread has kPiece groups.
@@ -58,7 +58,7 @@ struct Filter {
   // A bar that about topk entries exceed, with three standard deviations to spare.
   __device__ __forceinline__ void guess(const Sample<T, Shape>& sample) {
     constexpr float kGroups = sample.kGroups;
-    float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(run.aligned_size()));
+    float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(run.size()));
     static_assert(sample.kOfGroup == 2 || sample.kOfGroup == 4);
     out *= out;
     if constexpr (sample.kOfGroup == 4) out *= out;  // of groups, those that have none above
@@ -115,9 +115,9 @@ struct Filter {
     static_assert(1 << kLogColumns == kColumns && Lists::kStretches % Shape::kThreads == 0);
     Storage& shared = selector.shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int begin = run.aligned_begin(), last_piece = run.last_piece();
+    const int begin = run.first_read, last_piece = run.last_piece();
     // A stretch has so many columns that there are not too many stretches.
-    const int log_loads = max(0, 32 - __clz((run.aligned_size() - 1) / (kColumns * Lists::kStretches)));
+    const int log_loads = max(0, 32 - __clz((run.size() - 1) / (kColumns * Lists::kStretches)));
     const int loads = 1 << log_loads, log_stretch = log_loads + kLogColumns;
     const auto column_of = [&](int load) {
       const int stretch = (load >> log_loads) * Shape::kWarps + warp;
@@ -179,7 +179,7 @@ struct Filter {
       if (full) shared.full = 1;
       full |= *static_cast<volatile int*>(&shared.full) != 0;
     }
-    const int stretches = (run.aligned_size() + (1 << log_stretch) - 1) >> log_stretch;
+    const int stretches = (run.size() + (1 << log_stretch) - 1) >> log_stretch;
     if (lane == 0) {
       const int last_round = (stretches - warp + Shape::kWarps - 1) / Shape::kWarps;
       shared.firsts[last_round * Shape::kWarps + warp] = listed;
@@ -237,8 +237,8 @@ struct Filter {
     constexpr int kEntries = kStepPieces * kPiece;
     const uint32_t to_values = sm90::shared_address(selector.shared.entries.values);
     const uint32_t to_ids = sm90::shared_address(selector.shared.entries.ids);
-    for (; step < run.aligned_size(); step += kStep<Shape>) {
-      const int first = run.aligned_begin() + step + threadIdx.x * kEntries;
+    for (; step < run.size(); step += kStep<Shape>) {
+      const int first = run.first_read + step + threadIdx.x * kEntries;
       Piece pieces[kStepPieces];
 #pragma unroll
       for (int i = 0; i < kStepPieces; ++i) pieces[i] = load_inside(first + i * kPiece);

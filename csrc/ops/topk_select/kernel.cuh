@@ -33,7 +33,8 @@ __device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& se
   const T* values = selector.shared.entries.values;
   sm90::fence_async_proxy();
   __syncthreads();
-  if ((row_place + sums.x) % kUnit == 0 && kept % kUnit == 0) {
+  const auto starts_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; };
+  if (starts_aligned(g_indices + sums.x) && starts_aligned(g_values + sums.x) && kept % kUnit == 0) {
     if (threadIdx.x == 0 && kept > 0) {
       sm90::bulk_store(g_indices + sums.x, ids, kept * sizeof(int));
       sm90::bulk_store(g_values + sums.x, values, kept * sizeof(T));
@@ -55,15 +56,18 @@ __device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& se
 }
 
 // This CTA's run; runs meet between units.
-__device__ __forceinline__ Run run_of_cta(const Params& p, int row) {
+template <class T>
+__device__ __forceinline__ Run run_of_cta(const Params& p, const T* g_row, int row) {
   const int rank = cluster_rank();
   const int window_begin = min(p.columns, max(0, p.starts[row * p.starts_stride]));
   const int window_end = max(window_begin, min(p.columns, p.ends[row * p.ends_stride]));
-  const int first_unit = window_begin / kUnit;
-  const int units = (window_end + kUnit - 1) / kUnit - first_unit;
+  // Columns from the last 16-byte boundary before the row to its first column.
+  const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(g_row) % 16 / sizeof(T));
+  const int first = (window_begin + ahead) / kUnit * kUnit - ahead;
+  const int units = (window_end - first + kUnit - 1) / kUnit;
   const int run_units = (units + p.ctas - 1) / p.ctas;
-  return {max(window_begin, (first_unit + rank * run_units) * kUnit),
-          min(window_end, (first_unit + (rank + 1) * run_units) * kUnit)};
+  const int first_read = first + rank * run_units * kUnit;
+  return {max(window_begin, first_read), min(window_end, first_read + run_units * kUnit), first_read};
 }
 
 // No run is longer than what a CTA holds.
@@ -76,13 +80,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
   const int row = cluster_index();
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
-  const Run run = run_of_cta(p, row);
-  const int pieces = pieces_for<Shape>(run.aligned_size());
-  const int first = run.aligned_begin() + held_place(pieces);
+  const Run run = run_of_cta(p, g_row, row);
+  const int pieces = pieces_for<Shape>(run.size());
+  const int first = run.first_read + held_place(pieces);
   Piece r[kPieces];
 #pragma unroll
   for (Piece& piece : r) leave_undefined(piece);
-  const bool all_inside = run.contains(run.aligned_begin(), pieces * Shape::kThreads * kPiece);
+  const bool all_inside = run.contains(run.first_read, pieces * Shape::kThreads * kPiece);
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
     if (piece >= pieces || !all_inside) break;
@@ -125,8 +129,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   const int row = cluster_index();
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
   Selector<Storage> selector{shared};
-  Filter<T, Storage> filter{selector, g_row, run_of_cta(p, row), p.topk};
-  const bool guesses = filter.run.aligned_size() > Shape::kHeld;
+  Filter<T, Storage> filter{selector, g_row, run_of_cta(p, g_row, row), p.topk};
+  const bool guesses = filter.run.size() > Shape::kHeld;
   Sample<T, Shape> sample;
   for (Piece& piece : sample.pieces) leave_undefined(piece);
   if (guesses) sample.load(g_row, filter.run);

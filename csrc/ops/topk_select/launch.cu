@@ -18,10 +18,17 @@ const char* launch_filter(const Params& p, sm90::Grid grid, cudaStream_t stream)
                                                                   sizeof(FilterStorage<T, Shape>), stream, p);
 }
 
+// The columns of a row; and those that a read of whole units begins with before rows that do not begin 16-byte aligned.
+template <class T>
+int columns_read(const Params& p) {
+  const bool aligned = reinterpret_cast<uintptr_t>(p.logits) % 16 == 0 && p.logits_stride * sizeof(T) % 16 == 0;
+  return p.columns + (aligned ? 0 : kUnit - 1);
+}
+
 template <class T>
 const char* launch_rows_of(const Params& p, cudaStream_t stream) {
   const sm90::Grid grid(unsigned(p.rows) * p.ctas, p.ctas);
-  if (p.columns <= kMaxHeldRun * p.ctas) {
+  if (columns_read<T>(p) <= kMaxHeldRun * p.ctas) {
     return p.ctas == 1 ? launch_held<T, HeldShape>(p, grid, stream) : launch_held<T, HeldClusterShape>(p, grid, stream);
   }
   const bool small = p.topk <= kMaxTopkOf<FilterShape<true>> && grid.ctas > unsigned(p.num_sms);

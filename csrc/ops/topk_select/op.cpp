@@ -16,7 +16,7 @@ std::tuple<Tensor, Tensor> topk_select(Tensor logits, Tensor starts, Tensor ends
   check_tensor(kOp, "starts", starts, ScalarType::Int, {{"R", rows}});
   check_tensor(kOp, "ends", ends, ScalarType::Int, {{"R", rows}});
   check_topk(kOp, topk);
-  check_rows_aligned(kOp, "logits", logits);
+  check_last_stride(kOp, "logits", logits);
   check_same_device(kOp, "starts", starts, "logits", logits);
   check_same_device(kOp, "ends", ends, "logits", logits);
   const Device device = hopper_device(kOp, "logits", logits);
