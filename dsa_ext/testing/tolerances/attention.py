@@ -24,6 +24,7 @@ from dsa_ext.testing.tolerances.limits import (
     HUGE,
     LSE_ABSOLUTE,
     LSE_RELATIVE,
+    LSE_RESOLUTION,
     SUM_OF_PRODUCTS,
     TINY,
     Expected,
@@ -39,7 +40,7 @@ class Scores:
 
     scores: Tensor
     noise: Tensor  # |error| of each score
-    resolution: Tensor  # [.., n]: one unit in the last place of the largest partial sum
+    resolution: Tensor  # [.., n]: what the truncations of partial sums leave open
     free: Tensor  # [.., n]: whether a score may overflow
 
 
@@ -51,7 +52,7 @@ def scores_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Scores:
     return Scores(
         scores=scores,
         noise=(abs(scale) * (SUM_OF_PRODUCTS * products + TINY)).masked_fill(scores == -torch.inf, 0),
-        resolution=abs(scale) * (FP32_RESOLUTION * _largest(products) + TINY),
+        resolution=abs(scale) * (LSE_RESOLUTION * _largest(products) + TINY),
         free=free,
     )
 
@@ -70,6 +71,7 @@ def spread(log_p: Tensor, noise: Tensor) -> Tensor:
 class Softmax:
     p: Tensor  # [.., n, K]
     noise: Tensor  # |error| of each p
+    lse: Tensor  # [.., n], 0 where it is not finite
     lse_limit: Tensor  # [.., n]
     free: Tensor  # [.., n]
 
@@ -90,7 +92,7 @@ def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softma
         noise = torch.where(top, noise.minimum(others), noise).masked_fill(log_p == -torch.inf, 0)
     finite_lse = lse[..., 0].masked_fill(~lse[..., 0].isfinite(), 0)
     limit = (LSE_RELATIVE * finite_lse.abs()).clamp(min=LSE_ABSOLUTE) + s.resolution
-    return Softmax(p=log_p.exp(), noise=noise, lse_limit=limit, free=s.free)
+    return Softmax(p=log_p.exp(), noise=noise, lse=finite_lse, lse_limit=limit, free=s.free)
 
 
 def _output(value: Tensor, parts: "Parts") -> Expected:
@@ -101,6 +103,7 @@ def _output(value: Tensor, parts: "Parts") -> Expected:
         value,
         bound=bound.minimum(2 * (1 + ELEMENTWISE) * parts.largest) + TINY,
         noise=parts.noise + TINY,
+        roundings=2,
         free=parts.free[..., None] | overflows(parts.total),
         loose=parts.vanishing[..., None],
     )
@@ -176,10 +179,12 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
         parts.put((slice(None), chunk.queries), of_chunk, lambda t: t.flatten(2, 3))
     if sink is not None:
         share = sparse_mla.share_beside_sink(lse, sink)
-        apart = (lse - sink).abs().nan_to_num(0, 0, 0)
-        noise = ((1 - share) * spread(torch.zeros_like(lse), parts.lse_limit + FP32_RESOLUTION * apart)).clamp(max=1)
-        noise = noise * share
-        parts.noise = parts.noise * share[..., None] + parts.magnitude * noise[..., None]
+        apart = (lse - sink).nan_to_num(0, 0, 0)
+        unsure = parts.lse_limit + FP32_RESOLUTION * apart.abs()
+        least, most = (apart - unsure).sigmoid(), (apart + unsure).sigmoid()
+        # Not relative to 0: fp32 rounds small shares to 0.
+        noise = torch.maximum(share - least, most - share).masked_fill(~(lse - sink).isfinite(), 0) + TINY
+        parts.noise = parts.noise * (share + noise)[..., None] + parts.magnitude * noise[..., None]
         parts.magnitude = parts.magnitude * share[..., None]
     return [_output(out, parts), _lse(lse, parts)]
 
@@ -273,7 +278,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     free = torch.zeros_like(lse, dtype=torch.bool)
     batch, s_kv, groups, dim = kv.shape
     keys_of = (batch * (s_kv + 1) * groups, dim)
-    dkv_noise, dkv_squares, dkv_total, dkv_free = (q.new_zeros(keys_of) for _ in range(4))
+    dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms = (q.new_zeros(keys_of) for _ in range(5))
     for chunk in sparse_mla.chunks(q, kv, indices, visible):
         run, heads_of = chunk.queries, chunk.q.shape[2:4]
         do, delta_c, noise_c, lse_c = (
@@ -296,6 +301,8 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
         onto_keys(dkv_noise, g.ds_noise, g.p_noise, queries, doa)
         onto_keys(dkv_squares, g.ds.square(), g.p.square(), queries.square(), doa.square())
         onto_keys(dkv_total, g.ds.abs(), g.p, queries, doa)
+        terms = chunk.visible[..., 0, :].double() * chunk.q.shape[3]
+        dkv_terms.index_add_(0, rows, terms.flatten()[:, None].expand(-1, dim))
         # A row that has no finite score, but visible keys, counts as empty or not.
         unsure = g.free | ((lse_c == -torch.inf) & chunk.visible.any(-1))
         dkv_free.index_add_(
@@ -305,7 +312,11 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     def by_key(t: Tensor) -> Tensor:
         return t.view(batch, s_kv + 1, groups, dim)[:, :s_kv]
 
-    dkv_noise, dkv_squares, dkv_total, dkv_free = map(by_key, (dkv_noise, dkv_squares, dkv_total, dkv_free))
+    dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms = map(
+        by_key, (dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms)
+    )
+    # Sums in memory round what is below the normal numbers to 0, term by term.
+    dkv_noise = dkv_noise + TINY * dkv_terms
     expected = [
         gradient("dq", dq, dq_noise + SUM_OF_PRODUCTS * dq_total, dq_squares, free[..., None] | overflows(dq_total)),
         gradient(
@@ -352,6 +363,8 @@ def coarse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
     for i in range(scores.shape[2]):
         rows = slice(i * block, (i + 1) * block)
         s = softmax_of(q[:, :, rows].unflatten(1, (-1, share)), k[:, :, None], visible, scale)
+        # Those of the largest scores too: they are relative to lse, which is rounded, not to a sum of their own.
+        s.noise = (s.noise + spread(s.p.log(), 2 * FP32_RESOLUTION * s.lse.abs()[..., None])).clamp(max=1)
         parts.put((slice(None), slice(None), rows), Parts.of(s, v[:, :, None], visible), lambda t: t.flatten(1, 2))
         noise[:, :, i] = (s.noise + FP32_ELEMENTWISE * s.p + TINY).flatten(1, 2).mean(2)
         free[:, :, i] = s.free.any(-1).flatten(1, 2)[..., None]

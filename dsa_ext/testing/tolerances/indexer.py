@@ -106,6 +106,7 @@ class _GradientSums:
         self.dk = {name: q.new_zeros(keys, q.shape[2]) for name in ("noise", "squares", "total")}
         self.dweights = {name: torch.zeros_like(weights) for name in ("noise", "squares", "total")}
         self.free = torch.zeros_like(weights, dtype=torch.bool)
+        self.upstream, self.weights = [weights.new_empty(0)], weights
 
     def add(
         self, run: slice, q: Tensor, keys: Tensor, weights: Tensor, upstream: Tensor, upstream_noise: Tensor,
@@ -114,6 +115,7 @@ class _GradientSums:
         """q [s, Hi, Di]; keys [n, Di], or [s, n, Di] whose places in dk are `rows` [s, n]; upstream [s, n]."""
         hidden = ~visible[:, None]
         g, g_noise = (t.masked_fill(~visible, 0)[:, None] for t in (upstream, upstream_noise))
+        self.upstream.append(upstream[visible].abs().unique())
         w = weights[:, :, None]
         scores, products = q @ keys.mT, q.abs() @ keys.abs().mT  # [s, Hi, n]
         # A score of -inf is that for certain; one that overflows may have any sign.
@@ -139,14 +141,22 @@ class _GradientSums:
                 self.dk[name] += of_scores.flatten(0, 1).mT @ queries.flatten(0, 1)
             else:
                 self.dk[name].index_add_(0, rows.flatten(), (of_scores.mT @ queries).flatten(0, 1))
+        # Sums in memory round what is below the normal numbers to 0, term by term.
+        terms = TINY * visible.double()
+        if rows is None:
+            self.dk["noise"] += terms.sum(0)[:, None]
+        else:
+            self.dk["noise"].index_add_(0, rows.flatten(), terms.flatten()[:, None].expand(-1, q.shape[2]))
 
     def expected(self, dq: Tensor, dk: Tensor, dweights: Tensor) -> list[Expected]:
+        # Terms are rounded before they are multiplied with rows of q and k.
+        count = max(1, torch.cat(self.upstream).unique().numel() * self.weights.abs().unique().numel())
         result = []
         for name, value, sums in (("dq", dq, self.dq), ("dk", dk, self.dk), ("dweights", dweights, self.dweights)):
             total = sums["total"][: len(value)]
             noise = sums["noise"][: len(value)] + SUM_OF_PRODUCTS * total
             free = overflows(total) | self.free if name == "dweights" else overflows(total)
-            result.append(gradient(name, value, noise, sums["squares"][: len(value)], free))
+            result.append(gradient(name, value, noise, sums["squares"][: len(value)], free, count))
         return result
 
 

@@ -35,6 +35,7 @@ def rounded(name: str, value: Tensor, noise: Tensor, free: Tensor | None = None,
         bound=BF16_ROUNDING * value.abs() + noise + TINY,
         noise=noise * max(1, terms) ** -0.5 + TINY,
         similarity=SIMILARITY,
+        roundings=1,
         free=overflows(value, noise) if free is None else free | overflows(value, noise),
         loose=torch.ones_like(value, dtype=torch.bool),
     )
@@ -44,7 +45,7 @@ def single(name: str, value: Tensor, noise: Tensor, free: Tensor | None = None, 
     """The same of an fp32 result."""
     expected = rounded(name, value, noise, free, terms)
     expected.bound = FP32_ELEMENTWISE * value.abs() + noise + TINY
-    expected.similarity = FP32_SIMILARITY
+    expected.similarity, expected.roundings = FP32_SIMILARITY, 0
     return expected
 
 
