@@ -145,7 +145,7 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       const bool exists = query < p.seq_q;
       const float lse = exists ? __ldg(p.lse + item.row(p) + query) : -INFINITY;
       if (exists && p.dlse != nullptr) delta[r] -= __ldg(p.dlse + item.row(p) + query);
-      bases[r] = lse == -INFINITY ? -INFINITY : base_of_lse(lse);  // then every P is 0
+      bases[r] = base_of_lse(lse);  // then every P is 0
       if (lane % 4 == 0) {
         float* g_rows = p.rows + static_cast<int64_t>(index) * 2 * kBlock + row + 8 * r;
         g_rows[0] = bases[r], g_rows[kBlock] = delta[r];

@@ -199,7 +199,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
       const auto r_k = score_mma.get_slice(thread).partition_fragment_B(
           make_tensor(make_smem_ptr(shared.tiles[ring.slot]), RowsByColumns<kColumns>{}));
       // Once, and once again where the maximum has to move: the probabilities take the scores' registers.
-      for (bool moves = softmax.moves;; moves = true) {
+      for (bool again = false;; again = true) {
         warpgroup_fence_operand(r_s);
         warpgroup_arrive();
         score_mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -229,11 +229,11 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
             }
           }
         }
-        if (moves) {
+        if (again || softmax.moves) {
           if (softmax.is_first) release_queries();
           softmax.move_top(r_s, r_out, p.scale_log2);
         }
-        if (softmax.add(r_s, reinterpret_cast<uint32_t*>(r_p.data()), p.scale_log2, moves, own_barrier())) break;
+        if (softmax.add(r_s, reinterpret_cast<uint32_t*>(r_p.data()), p.scale_log2, again, own_barrier())) break;
       }
       release();
 

@@ -63,7 +63,7 @@ struct Softmax {
       part[r] += low + high;
       pairs[i / 2] = pack_bf16(low, high);
     }
-    if (any_of_warpgroup(barrier, !has_moved && (part[0] > kLimit || part[1] > kLimit))) return false;
+    if (any_of_warpgroup(barrier, part[0] > kLimit || part[1] > kLimit) && !has_moved) return false;
     sum[0] += part[0], sum[1] += part[1];
     return true;
   }

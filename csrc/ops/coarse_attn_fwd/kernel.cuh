@@ -36,7 +36,8 @@ struct SharedStorage {
     Bf16 out[kGroups][kBlock * kColumns];
     float partial_out[kGroups - 1][kBlock * kColumns / kWarpgroupThreads][kWarpgroupThreads];
   };
-  float2 row_sums[kGroups][kBlock];                           // of a shared item: maximum and sum
+  float2 row_sums[kGroups][kBlock];                           // of a shared item: offset and sum
+  float2 large_rows[kGroups][kBlock];                         // offset, logarithm of the sum
   float column_sums[kGroups][2][kWarpsPerWarpgroup][kBlock];  // of tiles in turn
   uint64_t full[kSlots], empty[kSlots], queries_full[kGroups], queries_empty[kGroups];
 };
@@ -82,25 +83,25 @@ __device__ __forceinline__ void copy(SharedStorage<kColumns>& shared, const Para
   }
 }
 
-// Of a row: exponentials of scores relative to their maximum, or to one of before, from which none has been so far away
-// that fp32 would not bear it.
+// Exponentials of a row, in units of log 2, relative to the largest so far, or to one of before as long as fp32 bears
+// it.
 struct RowSum {
-  float top = std::numeric_limits<float>::lowest(), sum = 0.f;
+  float offset = std::numeric_limits<float>::lowest(), sum = 0.f;
 
-  __device__ __forceinline__ void move_top(float next, float scale_log2) {
-    // A product of its own, as where scores are relative to it.
-    if (next != top) sum *= exp2_fast(__fmul_rn(top, scale_log2) - __fmul_rn(next, scale_log2));
-    top = next;
+  __device__ __forceinline__ void move_offset(float next) {
+    sum *= exp2_fast(offset - next);
+    offset = next;
   }
-  __device__ __forceinline__ void add(RowSum other, float scale_log2) {
-    const float next = fmaxf(top, other.top);
-    move_top(next, scale_log2);
-    other.move_top(next, scale_log2);
+  __device__ __forceinline__ void add(RowSum other) {
+    const float next = fmaxf(offset, other.offset);
+    move_offset(next);
+    other.move_offset(next);
     sum += other.sum;
   }
-  __device__ __forceinline__ void add_lane(int mask, float scale_log2) {
-    add({__shfl_xor_sync(~0u, top, mask), __shfl_xor_sync(~0u, sum, mask)}, scale_log2);
+  __device__ __forceinline__ void add_lane(int mask) {
+    add({__shfl_xor_sync(~0u, offset, mask), __shfl_xor_sync(~0u, sum, mask)});
   }
+  __device__ __forceinline__ bool is_ordinary() const { return fabsf(offset) <= kLargeScore; }  // and set
 };
 
 // Adds what the lane across has; each keeps one half of the 2 kHalf columns.
@@ -172,44 +173,34 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       }
     }
   };
-  // What is added to scaled scores to make them relative to the rows' maxima, where these are not so large that scores
-  // must be so before they are scaled.
-  const auto bases_of = [&](const RowSum(&rows)[2], float (&base)[2]) {
-    for (int r = 0; r < 2; ++r) base[r] = __fmul_rn(-rows[r].top, p.scale_log2);
-    return fmaxf(fabsf(base[0]), fabsf(base[1])) <= kLargeScore;
-  };
-  const auto subtract_tops = [&](const RowSum(&rows)[2], float (&base)[2]) {
-#pragma unroll
-    for (int i = 0; i < r_s.size(); ++i) r_s(i) -= rows[i / 2 % 2].top;
-    base[0] = base[1] = 0.f;
-  };
+  // fmaf does not round the product of a score and the scale, as an offset has been: relative to a large one, the
+  // largest exponential would not be 1, but overflow or be lost.
   const auto exponential = [&](int i, float base) { return exp2_fast(fmaf(r_s(i), p.scale_log2, base)); };
-  // Adds the scores of a tile to the rows' sums. The maxima move first where they are large, or not set yet; else only
-  // where a sum turns out too large.
+  const auto relative_to = [&](int i, float offset) { return __fsub_rn(__fmul_rn(r_s(i), p.scale_log2), offset); };
+  // Adds the scores of a tile to the rows' sums.
   const auto add_scores = [&](RowSum(&rows)[2]) {
     constexpr float kLimit = 0x1p40f;
-    float base[2];
-    for (bool moves = !bases_of(rows, base);; moves = true) {
-      if (moves) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float best = rows[r].top;
-#pragma unroll
-          for (int i = 2 * r; i < r_s.size(); i += 4) best = fmaxf(best, fmaxf(r_s(i), r_s(i + 1)));
-          rows[r].move_top(best, p.scale_log2);
-        }
-        if (!bases_of(rows, base)) subtract_tops(rows, base);
-      }
-      float sums[2] = {};
+    if (rows[0].is_ordinary() && rows[1].is_ordinary()) {
+      float sums[2];
 #pragma unroll
       for (int i = 0; i < r_s.size(); i += 2) {
-        sums[i / 2 % 2] += exponential(i, base[i / 2 % 2]) + exponential(i + 1, base[i / 2 % 2]);
+        const float base = -rows[i / 2 % 2].offset, sum = exponential(i, base) + exponential(i + 1, base);
+        sums[i / 2 % 2] = i < 4 ? sum : sums[i / 2 % 2] + sum;
       }
-      if (moves || (sums[0] <= kLimit && sums[1] <= kLimit)) {
+      if (sums[0] <= kLimit && sums[1] <= kLimit) {
         rows[0].sum += sums[0], rows[1].sum += sums[1];
         return;
       }
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float best = -INFINITY;
+#pragma unroll
+      for (int i = 2 * r; i < r_s.size(); i += 4) best = fmaxf(best, fmaxf(r_s(i), r_s(i + 1)));
+      rows[r].move_offset(fmaxf(rows[r].offset, best * p.scale_log2));
+    }
+#pragma unroll
+    for (int i = 0; i < r_s.size(); ++i) rows[i / 2 % 2].sum += exp2_fast(relative_to(i, rows[i / 2 % 2].offset));
   };
   const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
   uint32_t queries_parity = 0;
@@ -239,38 +230,46 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     if (lane == 0) arrive(&shared.queries_empty[group]);
 
     const int first_row = warp * 16 + lane / 4, block = item.block(group);
-    for (RowSum& row : rows) row.add_lane(1, p.scale_log2), row.add_lane(2, p.scale_log2);
+    for (RowSum& row : rows) row.add_lane(1), row.add_lane(2);
     if (thread == 0) tma_store_wait_read();  // long done: of the last item
     if (item.is_shared) {
       if (lane % 4 == 0) {
-        for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = {rows[r].top, rows[r].sum};
+        for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = {rows[r].offset, rows[r].sum};
       }
       sync_groups();
       for (int r = 0; r < 2; ++r) {
         rows[r] = {};
         for (const auto& sums : shared.row_sums) {
           const float2 part = sums[first_row + 8 * r];
-          rows[r].add({part.x, part.y}, p.scale_log2);
+          rows[r].add({part.x, part.y});
         }
       }
     }
     const int64_t head_row = static_cast<int64_t>(item.batch) * p.heads + item.head;
     const bool is_writer = !item.is_shared || group == 0;
-    // Probabilities are exponentials times this, which is exact where the rounding of a large lse would not be.
-    float shares[2], query_shares[2];  // and that of the mean over queries, 0 for what stands behind the last one
-    const float query_share = 1.f / min(kBlock, p.seq_q - block * kBlock);
+    // Exponents of probabilities are scores less lse; what stands behind the last query has none. A large lse, whose
+    // rounding would show in them, is subtracted in two parts.
+    constexpr float kLargeLse = 0x1p10f;
+    float lse[2], log_sums[2];
+    bool is_large = false;
     for (int r = 0; r < 2; ++r) {
       const int query = block * kBlock + first_row + 8 * r;
-      const bool exists = query < p.seq_q;
-      shares[r] = __fdividef(1.f, rows[r].sum);
-      query_shares[r] = exists ? shares[r] * query_share : 0.f;
-      if (is_writer && lane % 4 == 0 && exists) {
-        p.lse[head_row * p.seq_q + query] = log_of_sum(rows[r].top * p.scale_log2, log2_fast(rows[r].sum)) * kLn2;
+      log_sums[r] = log2_fast(rows[r].sum);
+      lse[r] = log_of_sum(rows[r].offset, log_sums[r]);
+      if (is_writer && lane % 4 == 0 && query < p.seq_q) p.lse[head_row * p.seq_q + query] = lse[r] * kLn2;
+      is_large |= !(fabsf(lse[r]) <= kLargeLse);
+      if (query >= p.seq_q) lse[r] = log_sums[r] = INFINITY;
+    }
+    is_large = __any_sync(~0u, is_large);
+    if (is_large) {
+      for (int r = 0; r < 2; ++r) {
+        if (lane % 4 == 0) shared.large_rows[group][first_row + 8 * r] = {rows[r].offset, log_sums[r]};
+        lse[r] = 0.f;
       }
+      __syncwarp();
     }
 
-    float base[2];
-    const bool is_large = !bases_of(rows, base);
+    const float query_share = 1.f / min(kBlock, p.seq_q - block * kBlock);
     float* g_scores = p.scores + (head_row * p.q_blocks + block) * p.seq_kv;
     clear(r_out);
     for (int tile = 0; tile < p.kv_blocks; ++tile) {
@@ -282,17 +281,22 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
         continue;
       }
       score(tile);
-      if (is_large) subtract_tops(rows, base);
+      if (is_large) {
+        const float2* s_rows = shared.large_rows[group] + first_row;
+        const float inverse = 1.f / p.scale_log2;
 #pragma unroll
-      for (int i = 0; i < r_s.size(); ++i) r_s(i) = exponential(i, base[i / 2 % 2]);
+        for (int i = 0; i < r_s.size(); ++i) {
+          const float2 row = s_rows[i / 2 % 2 * 8];
+          r_s(i) = (relative_to(i, row.x) - row.y) * inverse;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < r_s.size(); ++i) r_s(i) = exponential(i, -lse[i / 2 % 2]);
       float columns[kBlock / 4];
 #pragma unroll
       for (int i = 0; i < r_s.size(); i += 4) {
         p_pairs[i / 2] = pack_bf16(r_s(i), r_s(i + 1)), p_pairs[i / 2 + 1] = pack_bf16(r_s(i + 2), r_s(i + 3));
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          columns[i / 2 + j] = fmaf(r_s(i + j), query_shares[0], r_s(i + 2 + j) * query_shares[1]);
-        }
+        columns[i / 2] = r_s(i) + r_s(i + 2), columns[i / 2 + 1] = r_s(i + 1) + r_s(i + 3);
       }
 
       wait_full();
@@ -309,7 +313,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       reinterpret_cast<float2*>(sums[warp])[lane] = sum_rows(columns, lane);
       sync_warpgroup(1 + group);
       if (const int key = tile * kBlock + thread; thread < kBlock && key < p.seq_kv) {
-        g_scores[key] = (sums[0][thread] + sums[1][thread]) + (sums[2][thread] + sums[3][thread]);
+        g_scores[key] = ((sums[0][thread] + sums[1][thread]) + (sums[2][thread] + sums[3][thread])) * query_share;
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_out);
@@ -328,8 +332,6 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       }
       sync_warpgroup(1);
     }
-#pragma unroll
-    for (int i = 0; i < r_out.size(); ++i) r_out(i) *= shares[i / 2 % 2];
     // The last item's copy has been waited for; its place, or that of the parts, is now free.
     store_block<kColumns>(&out_map, shared.out[group], item.head, block * kBlock, item.batch, r_out, thread);
   }

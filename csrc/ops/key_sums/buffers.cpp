@@ -22,8 +22,10 @@ std::vector<Tensor> allocate(Params& p, std::initializer_list<int64_t> result_si
     next += slots;
   }
   p.key_starts = next;
-  buffers.push_back(empty({slots / kSegment, p.columns}, ScalarType::Float, p.device));
-  p.segment_sums = static_cast<float*>(buffers.back().data_ptr());
+  buffers.push_back(empty({max_parts(slots), p.columns}, ScalarType::Float, p.device));
+  p.part_sums = static_cast<float*>(buffers.back().data_ptr());
+  buffers.push_back(empty({max_parts(slots), p.columns / 8}, ScalarType::Int, p.device));
+  p.parts_done = static_cast<unsigned*>(buffers.back().data_ptr());
   return buffers;
 }
 

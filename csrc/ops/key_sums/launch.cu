@@ -6,6 +6,7 @@
 #include "ops/key_sums/params.h"
 #include "sm90/launch.h"
 #include "sm90/matrix_copy.cuh"
+#include "sm90/programmatic.cuh"
 #include "sm90/scatter.cuh"
 
 namespace dsa::key_sums {
@@ -28,8 +29,9 @@ __global__ void __launch_bounds__(kThreads) round_sums_kernel(const __grid_const
 }
 
 // One thread for each place between two sorted slots: the keys that begin there. Where those are many, all threads of
-// the block share them.
-__global__ void __launch_bounds__(kThreads) key_starts_kernel(const __grid_constant__ Params p, int slots) {
+// the block share them. Also clears the counters of parts, which are fewer than places.
+__global__ void __launch_bounds__(kThreads)
+    key_starts_kernel(const __grid_constant__ Params p, int slots, unsigned counters) {
   constexpr int kFew = 32;
   struct Gap {
     int64_t first, last;
@@ -40,6 +42,7 @@ __global__ void __launch_bounds__(kThreads) key_starts_kernel(const __grid_const
   if (threadIdx.x == 0) s_count = 0;
   __syncthreads();
   const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i < counters) p.parts_done[i] = 0;
   if (i <= slots) {
     const int64_t first = i > 0 ? int64_t{p.slot_keys[1][i - 1]} + 1 : 0, last = i < slots ? p.slot_keys[1][i] : p.keys;
     if (last - first < kFew) {
@@ -78,62 +81,75 @@ struct Sums {
     }
   }
   __device__ __forceinline__ void add(const float4* g_sums) {
-    const float4 a = g_sums[0], b = g_sums[1];
+    const float4 a = __ldcg(g_sums), b = __ldcg(g_sums + 1);
     low.x += a.x, low.y += a.y, low.z += a.z, low.w += a.w;
     high.x += b.x, high.y += b.y, high.z += b.z, high.w += b.w;
   }
+  __device__ __forceinline__ void load(const float4* g_sums) { low = g_sums[0], high = g_sums[1]; }
   __device__ __forceinline__ void store(float4* g_sums) const { g_sums[0] = low, g_sums[1] = high; }
 };
-
-// Whether a key has so many rows that segments of them are added up by themselves.
-__device__ __forceinline__ bool is_long(unsigned begin, unsigned end) { return end - begin >= 2 * kSegment; }
 
 __device__ __forceinline__ float4* sums_of(float* g_rows, int64_t row, int columns, int piece) {
   return reinterpret_cast<float4*>(g_rows + row * columns) + 2 * piece;
 }
 
-// One thread for each 8 columns of a segment, whose rows are added up if they are all of one key that has many.
-__global__ void __launch_bounds__(kThreads) sum_segments_kernel(const __grid_constant__ Params p, unsigned segments) {
-  const unsigned segment = blockIdx.x * blockDim.y + threadIdx.y;
-  if (segment >= segments) return;
-  const unsigned begin = segment * kSegment, end = begin + kSegment;
-  const unsigned key = p.slot_keys[1][begin];
-  if (p.slot_keys[1][end - 1] != key || key == p.keys || !is_long(p.key_starts[key], p.key_starts[key + 1])) return;
-  Sums sums{};
-  sums.add_rows(p, begin, end, threadIdx.x);
-  sums.store(sums_of(p.segment_sums, segment, p.columns, threadIdx.x));
-}
-
-// One thread for each 8 columns of a key. Adds up the rows of a launch in the order of their slots, after the sums of
-// earlier launches; the last rounds and puts the columns in order.
-__global__ void __launch_bounds__(kThreads)
-    sum_rows_kernel(const __grid_constant__ Params p, bool is_first, bool is_last) {
-  const int64_t key = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (key >= p.keys) return;
-  const unsigned begin = p.key_starts[key], end = p.key_starts[key + 1];
-  if (begin == end && !is_first && !is_last) return;
-  const int piece = threadIdx.x;
-  float4* g_sums = sums_of(p.sums, key, p.columns, piece);
-  Sums sums{};
-  if (!is_first) sums = {g_sums[0], g_sums[1]};
-  // All rows; of many, those before and behind whole segments, and the sums of these in between.
-  const bool has_segments = is_long(begin, end);
-  const unsigned first_segment = (begin + kSegment - 1) / kSegment, end_segment = end / kSegment;
-  for (unsigned from = begin, to = has_segments ? first_segment * kSegment : end;;) {
-    sums.add_rows(p, from, to, piece);
-    if (!has_segments || from > begin) break;
-    for (unsigned segment = first_segment; segment < end_segment; ++segment) {
-      sums.add(sums_of(p.segment_sums, segment, p.columns, piece));
-    }
-    from = end_segment * kSegment, to = end;
-  }
-  if (!is_last) return sums.store(g_sums);
+// Of a key; the last launch rounds and puts the columns in order.
+__device__ __forceinline__ void store_sums(const Params& p, int64_t key, int piece, const Sums& sums, bool is_last) {
+  if (!is_last) return sums.store(sums_of(p.sums, key, p.columns, piece));
   const int place = piece * kColumns % sm90::kScatterColumns;
   uint32_t* g_key = static_cast<uint32_t*>(p.result) + (key * p.columns + piece * kColumns - place) / 2;
   g_key[sm90::stored_column(place) / 2] = sm90::pack_bf16(sums.low.x, sums.low.y);
   g_key[sm90::stored_column(place + 2) / 2] = sm90::pack_bf16(sums.low.z, sums.low.w);
   g_key[sm90::stored_column(place + 4) / 2] = sm90::pack_bf16(sums.high.x, sums.high.y);
   g_key[sm90::stored_column(place + 6) / 2] = sm90::pack_bf16(sums.high.z, sums.high.w);
+}
+
+// Whether the rows of a key are so many that they are added up in parts.
+__device__ __forceinline__ bool is_cut(unsigned begin, unsigned end) { return end - begin >= 2 * kSegment; }
+
+// One thread for each 8 columns of a key that is not cut: adds up the rows of a launch in the order of their slots,
+// after the sums of earlier launches. Starts while the parts of cut keys, the kernel before, are added up; threads
+// behind the last key see to it that it does not end earlier.
+__global__ void __launch_bounds__(kThreads)
+    sum_rows_kernel(const __grid_constant__ Params p, bool is_first, bool is_last) {
+  const int64_t key = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (key >= p.keys) return sm90::wait_for_kernel_before();
+  const unsigned begin = p.key_starts[key], end = p.key_starts[key + 1];
+  if (is_cut(begin, end) || (begin == end && !is_first && !is_last)) return;
+  Sums sums{};
+  if (!is_first) sums.load(sums_of(p.sums, key, p.columns, threadIdx.x));
+  sums.add_rows(p, begin, end, threadIdx.x);
+  store_sums(p, key, threadIdx.x, sums, is_last);
+}
+
+// One thread for each 8 columns of a part of a key that is cut; the last of a key's adds up all, in their order. A
+// segment of sorted slots may have the end of one such key and the beginning of another, and so two parts.
+__global__ void __launch_bounds__(kThreads)
+    sum_parts_kernel(const __grid_constant__ Params p, unsigned slots, bool is_first, bool is_last) {
+  sm90::let_next_kernel_start();
+  const unsigned part = blockIdx.x * blockDim.y + threadIdx.y, segment = part / 2;
+  const unsigned segment_begin = segment * kSegment, segment_end = min(segment_begin + kSegment, slots);
+  if (segment_begin >= slots) return;
+  const bool is_beginning = part % 2 != 0;
+  const unsigned key = p.slot_keys[1][is_beginning ? segment_end - 1 : segment_begin];
+  if (key == p.keys) return;
+  const unsigned begin = p.key_starts[key], end = p.key_starts[key + 1];
+  if (!is_cut(begin, end) || (is_beginning && begin <= segment_begin)) return;
+  const int piece = threadIdx.x;
+  Sums sums{};
+  sums.add_rows(p, max(begin, segment_begin), min(end, segment_end), piece);
+  sums.store(sums_of(p.part_sums, part, p.columns, piece));
+
+  const unsigned first_segment = begin / kSegment, last_segment = (end - 1) / kSegment;
+  const unsigned first_part = first_segment * 2 + (begin % kSegment != 0);
+  __threadfence();
+  if (atomicAdd(p.parts_done + first_part * blockDim.x + piece, 1) < last_segment - first_segment) return;
+  __threadfence();
+  sums = {};
+  if (!is_first) sums.load(sums_of(p.sums, key, p.columns, piece));
+  sums.add(sums_of(p.part_sums, first_part, p.columns, piece));
+  for (unsigned i = first_segment + 1; i <= last_segment; ++i) sums.add(sums_of(p.part_sums, i * 2, p.columns, piece));
+  store_sums(p, key, piece, sums, is_last);
 }
 
 cudaError_t sort(const Params& p, size_t& bytes, int slots, cudaStream_t stream) {
@@ -177,18 +193,19 @@ const char* sum_rows(const Params& p, int slots, bool is_first, bool is_last, vo
   size_t bytes = p.sort_bytes;
   const cudaError_t sorted = sort(p, bytes, slots, stream);
   if (sorted != cudaSuccess) return cudaGetErrorString(sorted);
-  const char* error =
-      sm90::launch_kernel<key_starts_kernel>(p.device, slots / kThreads + 1, kThreads, 0, stream, p, slots);
-  if (error != nullptr) return error;
   const int row_pieces = p.columns / kColumns, rows_of_block = std::max(1, kThreads / row_pieces);
+  const unsigned parts = max_parts(slots);
+  const char* error = sm90::launch_kernel<key_starts_kernel>(p.device, blocks_of(slots + 1, kThreads), kThreads, 0,
+                                                             stream, p, slots, parts * row_pieces);
+  if (error != nullptr) return error;
   const dim3 block(row_pieces, rows_of_block);
-  if (const unsigned segments = slots / kSegment; segments > 0) {
-    error = sm90::launch_kernel<sum_segments_kernel>(p.device, blocks_of(segments, rows_of_block), block, 0, stream, p,
-                                                     segments);
+  if (parts > 0) {
+    error = sm90::launch_kernel<sum_parts_kernel>(p.device, blocks_of(parts, rows_of_block), block, 0, stream, p, slots,
+                                                  is_first, is_last);
     if (error != nullptr) return error;
   }
-  return sm90::launch_kernel<sum_rows_kernel>(p.device, blocks_of(p.keys, rows_of_block), block, 0, stream, p, is_first,
-                                              is_last);
+  const sm90::Grid grid(blocks_of(p.keys + 1, rows_of_block), 1, parts > 0);
+  return sm90::launch_kernel<sum_rows_kernel>(p.device, grid, block, 0, stream, p, is_first, is_last);
 }
 
 }  // namespace dsa::key_sums

@@ -10,9 +10,13 @@
 
 namespace dsa::key_sums {
 
-// Sorted slots that are added up together where they are all of one key. One thread does so with 8 columns, one slot
-// after the other, so a key that all slots list takes as long as this many slots and as there are segments.
+// One thread adds up a key's rows for 8 columns, one after the other. A key with many is cut where segments of so many
+// sorted slots meet, so that one that all slots list takes as long as this many, and as there are segments.
 inline constexpr int kSegment = 512;
+// Of all cut keys: each segment may have one that ends and one that begins in it. A call with fewer slots cuts none.
+constexpr int64_t max_parts(int64_t slots) {
+  return slots < 2 * kSegment ? 0 : 2 * ((slots + kSegment - 1) / kSegment);
+}
 
 struct Params {
   void* result;  // bf16 [keys, columns]
@@ -28,7 +32,8 @@ struct Params {
   int blocks;              // rows of a slot, `block_stride` apart
   int64_t block_stride;
   unsigned* key_starts;  // [keys + 1]: where each key's sorted slots begin
-  float* segment_sums;   // [slots / kSegment, columns], of those of one key
+  float* part_sums;      // [max_parts, columns]
+  unsigned* parts_done;  // [max_parts, columns / 8]: of the key whose first part it is
   void* sort_space;      // of sort_bytes
   int64_t sort_bytes;
 };

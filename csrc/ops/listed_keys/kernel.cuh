@@ -26,10 +26,11 @@ static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumn
 // exp(scale * score - lse): the attention that a key gets.
 struct Attention {
   static constexpr float kHidden = 0.f, kNoHead = -INFINITY;  // of a slot that is not visible; of a head that is none
+  static constexpr bool kPartial = false;                     // fewer heads than the instance has
   float scale;
 
   __device__ __forceinline__ explicit Attention(const Params& p) : scale(p.sm_scale * kLog2E) {}
-  static __device__ __forceinline__ float of_head(float lse) { return lse == -INFINITY ? -INFINITY : base_of_lse(lse); }
+  static __device__ __forceinline__ float of_head(float lse) { return base_of_lse(lse); }
   __device__ __forceinline__ float add(float sum, float score, float base) const {
     return sum + exp2_fast(fmaf(score, scale, base));
   }
@@ -38,6 +39,7 @@ struct Attention {
 // relu(score) * weight: the score that the indexer gives a key.
 struct Indexer {
   static constexpr float kHidden = -INFINITY, kNoHead = 0.f;
+  static constexpr bool kPartial = false;
 
   __device__ __forceinline__ explicit Indexer(const Params&) {}
   static __device__ __forceinline__ float of_head(float weight) { return weight; }
@@ -46,6 +48,13 @@ struct Indexer {
     asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(rectified) : "f"(score));
     return fmaf(rectified, weight, sum);
   }
+};
+
+// The same with fewer heads than the instance has. What they need costs all others up to 4 %.
+template <class Function>
+struct Partial : Function {
+  static constexpr bool kPartial = true;
+  using Function::Function;
 };
 
 template <Config kC>
@@ -242,18 +251,15 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       ring.advance(kParts);
       warpgroup_fence_operand(r_s);
 
-      if (group_heads < kC.heads) {
-        // Heads that do not exist have Q = 0, which a key that is not finite turns into NaN.
-#pragma unroll
-        for (int i = 0; i < size(r_s); ++i) {
-          if (head(i / 4 * 2 + i % 2) >= group_heads) r_s(i) = 0.f;
-        }
-      }
       float sums[kBlocks][2] = {};
 #pragma unroll
       for (int i = 0; i < size(r_s); ++i) {
-        float& sum = sums[i / 4 * 8 / kBlockHeads][i / 2 % 2];
-        sum = function.add(sum, r_s(i), of_heads[i / 4 * 2 + i % 2]);
+        const int first_head = i / 4 * 8, c = i / 4 * 2 + i % 2;
+        if (Function::kPartial && i % 4 == 0 && first_head >= group_heads) break;
+        float& sum = sums[first_head / kBlockHeads][i / 2 % 2];
+        const float with_head = function.add(sum, r_s(i), of_heads[c]);
+        // A head that does not exist has Q = 0, which a key that is not finite turns into NaN.
+        sum = !Function::kPartial || head(c) < group_heads ? with_head : sum;
       }
       if (kBlocks == 2 && !p.per_head_block) {
         sums[0][0] += sums[1][0];

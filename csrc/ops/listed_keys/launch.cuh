@@ -10,7 +10,7 @@
 namespace dsa::listed_keys {
 
 template <int kKeyColumns, int kHeads, class Function>
-const char* launch_config(const Params& p, cudaStream_t stream) {
+const char* launch_instance(const Params& p, cudaStream_t stream) {
   constexpr Config kC{kKeyColumns, kHeads};
   const int group_heads = p.heads / p.groups;
   CUtensorMap q_map;
@@ -25,6 +25,13 @@ const char* launch_config(const Params& p, cudaStream_t stream) {
   const int ctas = std::min(p.batch * p.seq_q * p.groups, p.num_sms);
   return launch_kernel<listed_keys_kernel<kKeyColumns, kHeads, Function>>(p.device, unsigned(ctas), kC.threads(),
                                                                           kBytes, stream, p, q_map);
+}
+
+// For up to kHeads heads a group.
+template <int kKeyColumns, int kHeads, class Function>
+const char* launch_config(const Params& p, cudaStream_t stream) {
+  return p.heads / p.groups < kHeads ? launch_instance<kKeyColumns, kHeads, Partial<Function>>(p, stream)
+                                     : launch_instance<kKeyColumns, kHeads, Function>(p, stream);
 }
 
 // For up to 64 heads a group.

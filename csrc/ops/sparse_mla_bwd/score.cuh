@@ -45,7 +45,7 @@ struct RowFactors {
     if (head >= item.heads_left(p)) return;
     const int64_t row = item.first_row(p) + head;
     const float lse = p.lse[row];
-    base = lse == -INFINITY ? -INFINITY : base_of_lse(lse);
+    base = base_of_lse(lse);
     share = p.attn_sink == nullptr
                 ? 1.f
                 : share_beside_sink(lse, p.attn_sink[(item.first_head(p) + head) * p.attn_sink_stride]);
