@@ -110,7 +110,7 @@ __device__ __forceinline__ bool is_cut(unsigned begin, unsigned end) { return en
 // One thread for each 8 columns of a key that is not cut: adds up the rows of a launch in the order of their slots,
 // after the sums of earlier launches. Starts while the parts of cut keys, the kernel before, are added up; threads
 // behind the last key see to it that it does not end earlier.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 6)
     sum_rows_kernel(const __grid_constant__ Params p, bool is_first, bool is_last) {
   const int64_t key = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (key >= p.keys) return sm90::wait_for_kernel_before();
