@@ -274,6 +274,14 @@ def test_selection_among_many_keys(sizes: tuple[int, int], dtype: torch.dtype) -
         check_selected(selected(inputs, topk), composed(inputs, topk))
 
 
+@pytest.mark.gpu_memory(4)
+@pytest.mark.parametrize("topk", [50, 2047])
+def test_selection_in_runs_whose_results_begin_anywhere(topk: int) -> None:
+    """So many keys that runs are shorter than 64 queries: a run's first result is not 16-byte aligned."""
+    inputs = make_gpu(130, 1_100_000, heads=8, dim=64, dtype=torch.bfloat16)
+    check_selected(selected(inputs, topk), composed(inputs, topk))
+
+
 @pytest.mark.parametrize("order", ["equal", "zeros", "repeated", "ascending", "descending"])
 def test_selection_among_ties_and_in_order(order: str) -> None:
     inputs = with_bounds(make_gpu(140, 20000), "whole")
@@ -426,7 +434,7 @@ def test_a_mix_of_devices(op: str) -> None:
 
 
 def misplaced(tensor: Tensor) -> Iterator[tuple[Tensor, str]]:
-    """Views of its shape that no kernel takes, and what is to be said of them."""
+    """Views of its shape that no kernel takes, and what is said of them. topk_select takes all but the first."""
     *leading, rows, columns = tensor.shape
     size = tensor.element_size()
     yield tensor.new_empty(*leading, columns, rows).mT, f"must have stride 1 in its last dimension, got stride {rows}"
@@ -441,5 +449,6 @@ def misplaced(tensor: Tensor) -> Iterator[tuple[Tensor, str]]:
 def test_rows_that_no_kernel_takes(op: str) -> None:
     args = on_device(arguments(op))
     for name in ("logits",) if op == "topk_select" else ("q", "k", "weights"):
-        for view, text in misplaced(args[name]):
+        views = list(misplaced(args[name]))
+        for view, text in views[:1] if op == "topk_select" else views:
             assert message(op, {**args, name: view}) == f"dsa::{op}: {name} {text}"

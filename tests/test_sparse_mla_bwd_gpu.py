@@ -18,6 +18,7 @@ import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, make_inputs, poison_unselected, spoil_indices, strided_copy
 from dsa_ext.testing.memory import bytes_beside_results
+from dsa_ext.testing.timing import time_ms
 from dsa_ext.testing.tolerances import backward_errors
 
 pytestmark = pytest.mark.gpu
@@ -220,6 +221,23 @@ def test_deterministic_repeats_bitwise() -> None:
     others = [busy_call(inputs) for _ in range(5)]
     assert not all(torch.equal(first[1], other[1]) for other in others)
     assert all(torch.equal(others[0][0], other[0]) for other in others)
+
+
+@pytest.mark.parametrize(("keys", "slots_of_one"), [(8192, 256), (8192, 512), (300_000, 0), (300_000, 1)], ids=str)
+def test_deterministic_with_keys_that_very_many_or_few_slots_list(keys: int, slots_of_one: int) -> None:
+    """A key that 256 or all 512 slots of each query list, and long gaps of keys that none does. They take about as long
+    as others."""
+    inputs = make_inputs(seq=512, s_kv=keys, heads=16, topk=512, device=DEVICE, seed=1)
+    indices = torch.full_like(inputs.indices, -1) if slots_of_one == 1 else inputs.indices
+    indices[..., :slots_of_one] = 7
+    check(inputs.q, inputs.kv, indices, causal=False, deterministic=True)
+
+    out, lse = FWD(inputs.q, inputs.kv, indices, causal=False)
+    args = (normal(out), inputs.q, inputs.kv, out, lse, indices)
+    times = [time_ms(lambda mode=mode: OP(*args, causal=False, deterministic=mode)) for mode in (True, False)]
+    assert times[0] <= 4 * times[1] + 0.5
+    busy = [OP(*args, causal=False, deterministic=True) for _ in range(3)]
+    assert all(torch.equal(a, b) for other in busy[1:] for a, b in zip(busy[0], other, strict=True))
 
 
 def test_deterministic_algorithms_imply_it() -> None:

@@ -31,6 +31,21 @@ def check(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> None:
     check_selected(results, reference.topk_select(logits, starts, ends, topk))
 
 
+@both_dtypes
+@pytest.mark.parametrize("columns", [1, 5, 8185, 8190, 8193, 16385, 70001, 131077])
+def test_rows_at_any_address(columns: int, dtype: torch.dtype) -> None:
+    """Contiguous rows of an odd length, slices that begin at any column, one row for all. What is outside of a row
+    would rank first."""
+    for first in range(9):
+        wide = torch.full((4, first + columns + 3), math.inf, dtype=dtype, device=DEVICE)
+        wide[:, first : first + columns] = torch.randn(4, columns, device=DEVICE)
+        rows = wide[:, first : first + columns]
+        for logits in (rows, rows.contiguous(), rows[:1].expand(4, -1)):
+            for topk in (1, 50, 4096):
+                check(logits, *whole(logits), topk)
+                check(logits, *windows(logits, seed=first), topk)
+
+
 def adversarial_rows(columns: int) -> dict[str, Tensor]:
     """Rows that keep a selector busy which reads them once and cuts its candidates as they come."""
     t = torch.arange(columns, dtype=torch.int32, device=DEVICE)
