@@ -22,6 +22,11 @@ PYBIND11_MODULE(host_functions, m) {
     dsa::dense_strides(static_cast<int>(sizes.size()), sizes.data(), strides.data(), result.data());
     return result;
   });
+  m.def("dense_row_strides", [](const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+    std::vector<int64_t> result(sizes.size());
+    dsa::dense_row_strides(static_cast<int>(sizes.size()), sizes.data(), strides.data(), result.data());
+    return result;
+  });
   py::module_ fwd = m.def_submodule("sparse_mla_fwd");
   fwd.def("plan_splits", &op::plan_splits, py::arg("items"), py::arg("topk"), py::arg("num_sms"));
   fwd.attr("block_k") = op::kBlockK;

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsa_ext import ops
+from dsa_ext.reference.layout import empty_rows_like
 
 all_operators = pytest.mark.parametrize("op", ops.__all__)
 
@@ -63,6 +64,21 @@ def strided(draw: st.DrawFn) -> Tensor:
 def test_dense_strides_are_those_of_empty_like(host_functions: ModuleType, x: Tensor) -> None:
     got = torch.empty_strided(x.shape, host_functions.dense_strides(list(x.shape), list(x.stride())), device="meta")
     assert form(got) == form(torch.empty_like(x))
+
+
+@given(x=strided(), columns=st.sampled_from([8, 64]))
+def test_rows_of_results_are_dense(host_functions: ModuleType, x: Tensor, columns: int) -> None:
+    """Where those of the argument are and start aligned."""
+    strides = [
+        *(stride if size == 1 else columns * stride for size, stride in zip(x.shape, x.stride(), strict=True)),
+        1,
+    ]
+    x = torch.empty_strided((*x.shape, columns), strides, device="meta")
+    got = torch.empty_strided(x.shape, host_functions.dense_row_strides(list(x.shape), strides), device="meta")
+    assert form(got) == form(empty_rows_like(x))
+    if x.numel() > 0:
+        assert got.stride(-1) == 1
+        assert all(size == 1 or stride % columns == 0 for size, stride in zip(x.shape[:-1], got.stride(), strict=False))
 
 
 @all_operators

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import ORIGINS, call, calls_in_layouts, check_compiled, expected_of, form, ordinary
+from layouts import ORIGINS, call, calls_in_layouts, check_compiled, dense, expected_of, form, ordinary, torn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -48,6 +48,17 @@ def test_fake_and_real_results_agree(op: str, batch: int, deterministic_algorith
             assert [form(result) for result in call(op, fake)] == [form(result) for result in results], name
         for got, expected in zip(results, expected_of(op, args, base, of_base), strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_gated_fusion_of_rows_that_empty_like_tears_apart() -> None:
+    torch.manual_seed(0)
+    fine, coarse, dout = (torch.randn(1, 3, 20, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    args = {"dout": dout, "fine": torn(fine), "coarse": torn(coarse), "gate": torch.randn(1, 3, 20, device=DEVICE)}
+    assert torch.empty_like(args["fine"]).stride(3) != 1
+    for op in ("gated_fusion_fwd", "gated_fusion_bwd"):
+        given = {name: value for name, value in args.items() if op == "gated_fusion_bwd" or name != "dout"}
+        for got, expected in zip(call(op, given), call(op, dense(given)), strict=True):
+            assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("origin", ORIGINS)

@@ -188,6 +188,13 @@ Tensor empty_like(const Tensor& tensor, int device_index) {
   return empty_strided(tensor.dim(), sizes.data(), strides.data(), tensor.scalar_type(), device_index);
 }
 
+Tensor empty_rows_like(const Tensor& tensor, int device_index) {
+  std::array<int64_t, kMaxDims> strides{};
+  const auto sizes = tensor.sizes();
+  dense_row_strides(static_cast<int>(sizes.size()), sizes.data(), tensor.strides().data(), strides.data());
+  return empty_strided(tensor.dim(), sizes.data(), strides.data(), tensor.scalar_type(), device_index);
+}
+
 Tensor empty_float_rows(int64_t rows, int64_t columns, int device_index) {
   constexpr int64_t kElements = kRowAlignment / sizeof(float);
   const int64_t sizes[] = {rows, columns};

@@ -98,6 +98,8 @@ Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_
 
 // Uninitialised, of the sizes of `tensor` and in the order in memory that its dimensions have, as torch.empty_like.
 Tensor empty_like(const Tensor& tensor, int device_index);
+// The same, but for rows of the last dimension, which are dense as those of `tensor` must be.
+Tensor empty_rows_like(const Tensor& tensor, int device_index);
 
 // Uninitialised fp32 rows that start 16-byte aligned.
 Tensor empty_float_rows(int64_t rows, int64_t columns, int device_index);

@@ -34,4 +34,16 @@ inline void dense_strides(int dims, const int64_t* sizes, const int64_t* strides
   }
 }
 
+// The same for results that are written by rows of the last dimension, in which `strides` has stride 1: contiguous
+// where the place of a dimension of one element, whose stride means nothing, and an expanded one would tear rows apart.
+inline void dense_row_strides(int dims, const int64_t* sizes, const int64_t* strides, int64_t* result) {
+  dense_strides(dims, sizes, strides, result);
+  if (result[dims - 1] == 1) return;
+  int64_t stride = 1;
+  for (int i = dims - 1; i >= 0; --i) {
+    result[i] = stride;
+    stride *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+}
+
 }  // namespace dsa

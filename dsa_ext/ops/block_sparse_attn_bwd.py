@@ -10,6 +10,7 @@ from dsa_ext import reference
 from dsa_ext.ops._block_sparse import check_inputs
 from dsa_ext.ops._checks import check_same_device, check_tensor
 from dsa_ext.ops._library import differentiable_once, explain_missing_cuda, follow_autocast, library
+from dsa_ext.reference.layout import empty_rows_like
 
 _OP = "block_sparse_attn_bwd"
 library.define(
@@ -76,7 +77,7 @@ def _fake(
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(dout, q, k, v, out, lse, q2k_index, q2k_num, kv_block_size, sm_scale, dlse)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return empty_rows_like(q), empty_rows_like(k), empty_rows_like(v)
 
 
 library.impl(_OP, _cpu, "CPU")

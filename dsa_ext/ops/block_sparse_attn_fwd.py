@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dsa_ext import reference
 from dsa_ext.ops._block_sparse import check_inputs
 from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
+from dsa_ext.reference.layout import empty_rows_like
 
 _OP = "block_sparse_attn_fwd"
 library.define(
@@ -44,7 +45,7 @@ def _fake(
     sm_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     check_inputs(_OP, q, k, v, q2k_index, q2k_num, kv_block_size, sm_scale)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=reference.sparse_mla.compute_dtype(q))
+    return empty_rows_like(q), q.new_empty(q.shape[:3], dtype=reference.sparse_mla.compute_dtype(q))
 
 
 class _Autograd(torch.autograd.Function):

@@ -11,6 +11,7 @@ from dsa_ext import reference
 from dsa_ext.ops._block_sparse import check_heads
 from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
 from dsa_ext.reference.block_sparse import blocks
+from dsa_ext.reference.layout import empty_rows_like
 
 _OP = "coarse_attn_fwd"
 library.define(
@@ -30,7 +31,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, sm_scale: float | None = None) -> tup
     check_heads(_OP, q, k, v, sm_scale)
     dtype = reference.sparse_mla.compute_dtype(q)
     scores = q.new_empty(*q.shape[:2], blocks(q.shape[2]), k.shape[2], dtype=dtype)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=dtype), scores
+    return empty_rows_like(q), q.new_empty(q.shape[:3], dtype=dtype), scores
 
 
 class _Autograd(torch.autograd.Function):

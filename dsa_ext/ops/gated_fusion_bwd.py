@@ -7,6 +7,7 @@ from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor
 from dsa_ext.ops._gated_fusion import check_inputs
 from dsa_ext.ops._library import differentiable_once, explain_missing_cuda, follow_autocast, library
+from dsa_ext.reference.layout import empty_rows_like
 
 _OP = "gated_fusion_bwd"
 library.define(
@@ -31,7 +32,7 @@ def _cpu(dout: Tensor, fine: Tensor, coarse: Tensor, gate: Tensor) -> tuple[Tens
 
 def _fake(dout: Tensor, fine: Tensor, coarse: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _check(dout, fine, coarse, gate)
-    return torch.empty_like(fine), torch.empty_like(coarse), torch.empty_like(gate)
+    return empty_rows_like(fine), empty_rows_like(coarse), torch.empty_like(gate)
 
 
 library.impl(_OP, _cpu, "CPU")

@@ -9,6 +9,7 @@ from torch import Tensor
 from dsa_ext import reference
 from dsa_ext.ops._gated_fusion import check_inputs
 from dsa_ext.ops._library import explain_missing_cuda, follow_autocast, library, use_autograd_function
+from dsa_ext.reference.layout import empty_rows_like
 
 _OP = "gated_fusion_fwd"
 library.define(
@@ -25,7 +26,7 @@ def _cpu(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
 
 def _fake(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
     check_inputs(_OP, fine, coarse, gate)
-    return torch.empty_like(fine)
+    return empty_rows_like(fine)
 
 
 class _Autograd(torch.autograd.Function):

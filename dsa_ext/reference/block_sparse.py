@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsa_ext.reference.layout import empty_rows_like
 from dsa_ext.reference.sparse_mla import compute_dtype
 
 #: Queries, and keys, of a block.
@@ -65,7 +66,7 @@ def cut(x: Tensor, count: int) -> Tensor:
 
 def uncut(x: Tensor, like: Tensor) -> Tensor:
     """The other way round: in the layout and dtype of `like` [B, H, N, D]."""
-    return torch.empty_like(like).copy_(x.flatten(2, 3)[:, :, : like.shape[2]])
+    return empty_rows_like(like).copy_(x.flatten(2, 3)[:, :, : like.shape[2]])
 
 
 def chunks(

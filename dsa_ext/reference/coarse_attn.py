@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext.reference.block_sparse import BLOCK, blocks
+from dsa_ext.reference.layout import empty_rows_like
 from dsa_ext.reference.sparse_mla import compute_dtype
 
 #: Elements that the temporaries of one chunk may hold.
@@ -24,7 +25,7 @@ def coarse_attn_fwd(q: Tensor, k: Tensor, v: Tensor, sm_scale: float | None = No
     scale = dim**-0.5 if sm_scale is None else sm_scale
     dtype = compute_dtype(q)
     keys, values = (x[:, :, None].to(dtype) for x in (k, v))
-    out = torch.empty_like(q)
+    out = empty_rows_like(q)
     lse = q.new_empty(batch, heads, length, dtype=dtype)
     scores = q.new_empty(batch, heads, blocks(length), kv_length, dtype=dtype)
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dsa_ext.reference.layout import empty_rows_like
 from dsa_ext.reference.sparse_mla import compute_dtype
 
 
@@ -15,7 +16,7 @@ def shares(fine: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
 def gated_fusion_fwd(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
     """See :func:`dsa_ext.gated_fusion`. Takes any D."""
     of_fine, of_coarse = shares(fine, gate)
-    return torch.empty_like(fine).copy_(of_fine * fine + of_coarse * coarse)
+    return empty_rows_like(fine).copy_(of_fine * fine + of_coarse * coarse)
 
 
 def gated_fusion_bwd(dout: Tensor, fine: Tensor, coarse: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,6 +25,5 @@ def gated_fusion_bwd(dout: Tensor, fine: Tensor, coarse: Tensor, gate: Tensor) -
     upstream = dout.to(of_fine.dtype)
     along = (upstream * (fine.to(of_fine.dtype) - coarse.to(of_fine.dtype))).sum(-1, keepdim=True)
     dgate = (of_fine * of_coarse * along).squeeze(-1)
-    gradients = ((fine, of_fine * upstream), (coarse, of_coarse * upstream), (gate, dgate))
-    dfine, dcoarse, dgate = (torch.empty_like(like).copy_(gradient) for like, gradient in gradients)
-    return dfine, dcoarse, dgate
+    dfine, dcoarse = (empty_rows_like(x).copy_(s * upstream) for x, s in ((fine, of_fine), (coarse, of_coarse)))
+    return dfine, dcoarse, torch.empty_like(gate).copy_(dgate)

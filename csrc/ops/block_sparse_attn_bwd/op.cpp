@@ -35,9 +35,9 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attn_bwd(Tensor dout, Tensor q, 
   const int device_index = q.get_device_index();
   const DeviceGuard guard(device_index);
 
-  Tensor dq = empty_like(q, device_index);
-  Tensor dk = empty_like(k, device_index);
-  Tensor dv = empty_like(v, device_index);
+  Tensor dq = empty_rows_like(q, device_index);
+  Tensor dk = empty_rows_like(k, device_index);
+  Tensor dv = empty_rows_like(v, device_index);
   if (q.numel() == 0 || k.numel() == 0) {
     return {torch::stable::zero_(dq), torch::stable::zero_(dk), torch::stable::zero_(dv)};
   }

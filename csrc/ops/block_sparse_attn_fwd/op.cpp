@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor> block_sparse_attn_fwd(Tensor q, Tensor k, Tensor v, T
   const int device_index = q.get_device_index();
   const DeviceGuard guard(device_index);
 
-  Tensor out = empty_like(q, device_index);
+  Tensor out = empty_rows_like(q, device_index);
   Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, ScalarType::Float, device_index);
   if (lse.numel() == 0) return {out, lse};
   if (k.size(2) == 0) return {torch::stable::zero_(out), torch::stable::fill_(lse, -INFINITY)};

@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor, Tensor> coarse_attn_fwd(Tensor q, Tensor k, Tensor v,
   const DeviceGuard guard(device_index);
 
   Params params{problem_of(q, k, v, sm_scale, device, device_index)};
-  Tensor out = empty_like(q, device_index);
+  Tensor out = empty_rows_like(q, device_index);
   Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, ScalarType::Float, device_index);
   Tensor scores = empty({q.size(0), q.size(1), params.q_blocks, k.size(2)}, ScalarType::Float, device_index);
   if (lse.numel() == 0) return {out, lse, scores};

@@ -56,7 +56,7 @@ Tensor gated_fusion_fwd(Tensor fine, Tensor coarse, Tensor gate) {
   hopper_device(kForward, "fine", fine);
   const DeviceGuard guard(fine.get_device_index());
 
-  Tensor out = empty_like(fine, fine.get_device_index());
+  Tensor out = empty_rows_like(fine, fine.get_device_index());
   const Forward params{inputs_of(fine, coarse, gate), rows_of(out, heads_are_inner(fine))};
   const char* error = launch(params, current_stream(params.in.device));
   DSA_CHECK(error == nullptr, kForward, ": launch failed: ", error);
@@ -71,8 +71,8 @@ std::tuple<Tensor, Tensor, Tensor> gated_fusion_bwd(Tensor dout, Tensor fine, Te
   hopper_device(kBackward, "fine", fine);
   const DeviceGuard guard(fine.get_device_index());
 
-  Tensor dfine = empty_like(fine, fine.get_device_index());
-  Tensor dcoarse = empty_like(coarse, fine.get_device_index());
+  Tensor dfine = empty_rows_like(fine, fine.get_device_index());
+  Tensor dcoarse = empty_rows_like(coarse, fine.get_device_index());
   Tensor dgate = empty_like(gate, fine.get_device_index());
   dout = block_sparse::with_aligned_rows(dout);
   const bool swap = heads_are_inner(fine);
