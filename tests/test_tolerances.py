@@ -12,6 +12,7 @@ import dsa_ext  # noqa: F401
 from dsa_ext.reference.sparse_mla import visible_slots
 from dsa_ext.testing.calls import FP8, ORDINARY, Args, with_forward
 from dsa_ext.testing.tolerances import OPS, check, errors, expectations, similarity_error
+from dsa_ext.testing.tolerances.limits import BF16_SIMILARITY, effective_count, similarity_limit
 
 #: Sizes for which every result has enough elements to judge its similarity.
 SIZES: dict[str, dict[str, Any]] = {
@@ -288,6 +289,112 @@ def test_a_term_whose_score_is_near_zero_may_be_there_or_not() -> None:
     other[4, 2] += term.bfloat16() * 8
     with pytest.raises(AssertionError, match="dq"):
         check("indexer_logits_bwd", (other, dk, dweights), args)
+
+
+@pytest.mark.parametrize("op", ["indexer_scores_bwd", "indexer_logits_bwd"])
+@pytest.mark.parametrize("where", ["k", "q", "weights"])
+def test_nan_may_reach_a_group_of_queries_and_no_other(op: str, where: str) -> None:
+    """Groups are of 16 queries of 8 heads; query 3 is the first that sees key 5, the only one that sees it is 3."""
+    args = ORDINARY[op](seq=40)
+    if op == "indexer_logits_bwd":
+        starts, ends = torch.full((40,), 10, dtype=torch.int32), torch.full((40,), 30, dtype=torch.int32)
+        starts[3] = 5
+        args |= {"cu_seqlen_ks": starts, "cu_seqlen_ke": ends}
+    else:
+        args["indices"] = torch.randint(10, 30, (40, 30), generator=torch.Generator().manual_seed(0)).int()
+        args["indices"][3] = 5
+    args[where] = args[where].clone()
+    args[where][{"k": 5, "q": 3, "weights": 3}[where]] = math.nan
+    dq, dk, dweights = getattr(torch.ops.dsa, op)(**args)
+    check(op, (dq, dk, dweights), args)
+
+    def spread(queries: slice, keys: slice) -> tuple[Tensor, ...]:
+        results = dq.clone(), dk.clone(), dweights.clone()
+        for result, rows in zip(results, (queries, keys, queries), strict=True):
+            result[rows] = math.nan
+        return results
+
+    none = slice(0, 0)
+    check(op, spread(slice(0, 16), none) if where == "k" else spread(none, slice(10, 30)), args)
+    beyond = [spread(none, slice(40, 41)), spread(slice(16, 17), none)]
+    beyond.append(spread(none, slice(10, 30)) if where == "k" else spread(slice(0, 16), none))
+    for wrong in beyond:
+        with pytest.raises(AssertionError, match="elements with the wrong one of finite"):
+            check(op, wrong, args)
+
+
+@pytest.mark.parametrize("op", ["sparse_mla_bwd", "block_sparse_attn_bwd"])
+@pytest.mark.parametrize("size", [2.0**23, 2.0**30, 1e15])
+def test_gradients_of_large_scores_are_finite(op: str, size: float) -> None:
+    """Though fp32 does not resolve what exp(score - lse) is."""
+    args = ORDINARY[op]()
+    args["q"] = (args["q"].double() * size).bfloat16()
+    args = with_forward(op, {name: value for name, value in args.items() if name not in ("out", "lse")})
+    assert args["lse"].abs().amax() > size
+    results = getattr(torch.ops.dsa, op)(**args)
+    assert all(result.isfinite().all() for result in results)
+    check(op, results, args)
+    for i in range(2):
+        wrong = [result.clone() for result in results]
+        wrong[i].view(-1)[int(wrong[i].abs().argmax())] = math.inf
+        with pytest.raises(AssertionError, match="elements with the wrong one of finite"):
+            check(op, tuple(wrong), args)
+
+
+def test_lse_of_nan_and_infinity_may_be_either() -> None:
+    args = attention()
+    args["indices"][0, :, 0] = torch.arange(24, dtype=torch.int32)
+    args["q"], args["kv"] = args["q"].abs(), args["kv"].clone()
+    args["kv"][0, 3] = math.inf
+    out, lse = forward(args)
+    assert (lse == math.inf).all()
+    check("sparse_mla_fwd", (out, lse), args)
+    with pytest.raises(AssertionError, match="lse"):
+        check("sparse_mla_fwd", (out, lse * math.nan), args)
+    args["kv"][0, 4] = math.nan
+    for either in (math.inf, math.nan):
+        check("sparse_mla_fwd", (out, torch.full_like(lse, either)), args)
+
+
+@pytest.mark.parametrize("lse", [-90.0, 90.0, 1e9])
+def test_shares_of_sinks_beyond_fp32(lse: float) -> None:
+    """Of a row that has nothing but a sink, nearly, and of one whose lse is not known to a few times."""
+    args = attention()
+    args["kv"] = args["kv"][:, :1].expand(-1, 40, -1, -1) * 30
+    score = (args["q"].double() @ args["kv"][0, 0, 0].double()).amax() * 576**-0.5
+    args["q"] = (args["q"].double() * (lse / score)).bfloat16()
+    args["attn_sink"] = torch.linspace(-3, 3, 4)
+    out, lse_ = forward(args)
+    flushed = out.masked_fill(out.abs() < torch.finfo(torch.float32).tiny, 0)
+    check("sparse_mla_fwd", (flushed, lse_), args)
+    with pytest.raises(AssertionError, match="out"):
+        check("sparse_mla_fwd", (out + 0.1 * out.abs().amax(), lse_), args)
+
+
+def test_similarity_of_few_numbers() -> None:
+    """Roundings of so few numbers may all be the largest that there are; those of many may not."""
+    assert similarity_limit(5e-6, BF16_SIMILARITY, 1) == 2.0**-16 / 2
+    assert similarity_limit(7e-6, 3 * BF16_SIMILARITY, 200) == 7e-6
+    assert 7e-6 < similarity_limit(7e-6, 3 * BF16_SIMILARITY, 30) < 1.2e-5
+    assert similarity_limit(7e-6, 3 * BF16_SIMILARITY, 1) < 5e-5
+    assert effective_count(torch.tensor([3.0, 3.0, 0.0])) == 2
+    assert effective_count(torch.tensor([1e300, 1.0], dtype=torch.float64)) == 1
+    assert effective_count(torch.zeros(4)) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_one_row_of_a_gradient_may_be_rounded_as_one(rows: int) -> None:
+    """All terms of a key's gradient are products of one rounded number: off by 2^-8 of it, but not for many keys."""
+    args = ORDINARY["indexer_scores_bwd"](seq=rows)
+    args["indices"] = torch.where(torch.arange(30) < rows, 2 * torch.arange(30), -1).int().expand(rows, 30).contiguous()
+    dq, dk, dweights = torch.ops.dsa.indexer_scores_bwd(**args)
+    off = (dk.float() * (1 + 2.0**-8)).bfloat16()
+    assert similarity_error(off, dk) > 7e-6
+    if rows == 1:
+        check("indexer_scores_bwd", (dq, off, dweights), args)
+    else:
+        with pytest.raises(AssertionError, match="dk: similarity"):
+            check("indexer_scores_bwd", (dq, off, dweights), args)
 
 
 def test_similarity_error() -> None:

@@ -41,6 +41,9 @@ def indexer_logits(
         logits [S, S_kv], fp32 (float64 for float64 inputs), whose rows are a multiple of 4 elements apart.
         Differentiable (once) with respect to q, k and weights, but not for float8_e4m3fn.
 
+    On a GPU, NaN or infinity in a key, a query or its weights may reach the gradients of up to 15 neighbouring queries,
+    and of the keys that these see.
+
     Raises:
         RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
             came. Also when an argument requires a gradient beside float8_e4m3fn, or a GPU has no kernel.
@@ -136,6 +139,9 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Te
     Returns:
         scores [S, K], fp32 (float64 for float64 inputs). Differentiable (once) with respect to q, k and weights; the
         gradient that arrives at a padded slot has no effect. Bitwise repeatable.
+
+    On a GPU, NaN or infinity in a key, a query or its weights may reach the gradients of up to 15 neighbouring queries,
+    and of the keys that these list.
 
     Raises:
         RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what

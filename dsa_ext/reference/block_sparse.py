@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext.reference.layout import empty_rows_like
-from dsa_ext.reference.sparse_mla import compute_dtype
+from dsa_ext.reference.sparse_mla import compute_dtype, raised
 
 #: Queries, and keys, of a block.
 BLOCK = 64
@@ -147,7 +147,7 @@ def block_sparse_attn_bwd(
     if dlse is not None:
         delta = delta - dlse.to(dtype)
     seen = lse != -torch.inf
-    delta, row_lse = (cut(t.where(seen, 0)[..., None].to(dtype), count) for t in (delta, lse))
+    delta, row_lse = (cut(t.where(seen, 0)[..., None].to(dtype), count) for t in (delta, raised(lse)))
     dout_cut = cut(dout.where(seen[..., None], 0), count)
     dq = q.new_empty(*q.shape[:2], count, BLOCK, q.shape[3])
     dk, dv = (q.new_zeros(*k.shape[:2], kv_blocks + 1, BLOCK, q.shape[3], dtype=dtype) for _ in range(2))

@@ -83,13 +83,17 @@ def indexer_logits_bwd(
         # A product with 0 would let NaN through.
         chunk_q = q[run].to(dtype).masked_fill(~visible.any(1)[:, None, None], 0)
         chunk_keys = keys.masked_fill(~visible.any(0)[:, None], 0)
+        # What is not finite reaches those that see it alone, by a product with 0 too.
+        finite_q, finite_keys = (x.masked_fill(~x.isfinite(), 0) for x in (chunk_q, chunk_keys))
+        reaches_q = visible.to(dtype) @ (~chunk_keys.isfinite()).to(dtype) > 0
+        reaches_keys = visible.mT.to(dtype) @ (~chunk_q.isfinite()).any(1).to(dtype) > 0
         visible = visible[:, None]
         dlogit = dlogits[run, None]
         scores = chunk_q @ chunk_keys.mT  # [s, Hi, S_kv]
         dweights[run] = (dlogit * scores.relu()).masked_fill(~visible, 0).sum(-1)
         dscores = (dlogit * weights[run, :, None]).masked_fill(~visible | (scores <= 0), 0)
-        dq[run] = dscores @ chunk_keys
-        dk += dscores.flatten(0, 1).mT @ chunk_q.flatten(0, 1)
+        dq[run] = (dscores @ finite_keys).masked_fill(reaches_q[:, None], torch.nan)
+        dk += (dscores.flatten(0, 1).mT @ finite_q.flatten(0, 1)).masked_fill(reaches_keys, torch.nan)
     return dq, dk.to(k.dtype), dweights
 
 

@@ -6,6 +6,7 @@ of one chunk bound the memory: S=4096 queries with 2048 keys each need less than
 Letters: B batch, S queries, H heads, G kv groups, K selected slots, D columns of a key (the first d_v are its value).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 #: Heads of one partial sum of attn_dist.
 HEADS_PER_BLOCK = 64
+#: Of an lse beyond which care is taken of its rounding: 2^20 in units of log 2, far above ordinary ones.
+LARGE_LSE = 2.0**20 * math.log(2)
 #: Elements that the temporaries of one chunk of queries may hold.
 _CHUNK_ELEMENTS = 2**26
 
@@ -45,7 +48,8 @@ class Chunk:
     def probabilities(self, lse: Tensor, sm_scale: float) -> Tensor:
         """exp(score - lse) [B, s, G, H/G, K], 0 where nothing is visible, whatever lse is."""
         scores = self.scores(sm_scale)
-        return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).masked_fill(~self.visible, 0)
+        lse = raised(lse.masked_fill(lse == -torch.inf, 0))
+        return torch.exp(scores - lse[..., None]).masked_fill(~self.visible, 0)
 
     def scores(self, sm_scale: float) -> Tensor:
         scores = self.q @ self.keys.mT * sm_scale
@@ -80,6 +84,12 @@ def chunks(q: Tensor, kv: Tensor, indices: Tensor, visible: Tensor) -> Iterator[
 def compute_dtype(q: Tensor) -> torch.dtype:
     """The dtype in which the reference computes and in which it returns lse."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def raised(lse: Tensor) -> Tensor:
+    """lse, raised where it is so large that its rounding to fp32 would show in a probability exp(score - lse), by as
+    much: so none is more than 1, let alone overflows."""
+    return torch.where(lse.abs() > LARGE_LSE, lse + (lse.abs() - LARGE_LSE) * 2.0**-22, lse)
 
 
 def share_beside_sink(lse: Tensor, attn_sink: Tensor | None) -> Tensor:

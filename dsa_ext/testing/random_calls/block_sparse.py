@@ -25,7 +25,7 @@ def _tokens(draw: Draw, count: int) -> int:
     return count * BLOCK - (draw.random.randrange(BLOCK) if draw.chance(0.5) and count else 0)
 
 
-def _attention(draw: Draw, *, backward: bool = False) -> Args:
+def _attention(draw: Draw) -> Args:
     """What block_sparse_attn_fwd takes."""
     batch, heads, kv_heads, dim = _heads(draw)
     q_blocks, slots = draw.within(BLOCK * BLOCK * batch * heads, draw.length(64), draw.size(64))
@@ -42,7 +42,7 @@ def _attention(draw: Draw, *, backward: bool = False) -> Args:
         for n, shape in zip("qkv", ((heads, n_q), *((kv_heads, n_kv),) * 2), strict=True)
     )
     scale = draw.scale()
-    q = draw.to_edge(q, k, dim**-0.5 if scale is None else scale, backward=backward)
+    q = draw.to_edge(q, k, dim**-0.5 if scale is None else scale)
     unread = ~_read(k, index, number, sizes)
     return {
         "q": draw.view(q),
@@ -70,7 +70,7 @@ def block_sparse_attn_fwd(draw: Draw) -> Args:
 
 
 def block_sparse_attn_bwd(draw: Draw) -> Args:
-    args = _attention(draw, backward=True)
+    args = _attention(draw)
     out, lse = run_operator("block_sparse_attn_fwd", args)
     dout, dlse = _upstream(draw, out, lse)
     out, lse = (draw.view(t, "free", repeat=False) for t in (out, lse))
@@ -83,7 +83,7 @@ def _upstream(draw: Draw, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | No
 
 
 def functional_block_sparse_attn(draw: Draw) -> Call:
-    args = _attention(draw, backward=True)
+    args = _attention(draw)
     args["dout"], args["dlse"] = _upstream(draw, args["q"], args["q"][..., 0])
 
     def run(a: Args) -> Results:
@@ -101,19 +101,19 @@ def functional_block_sparse_attn(draw: Draw) -> Call:
     return Call("functional.block_sparse_attn", args, run, judge, (), draw.notes)
 
 
-def coarse_attn_fwd(draw: Draw, *, backward: bool = False) -> Args:
+def coarse_attn_fwd(draw: Draw) -> Args:
     batch, heads, kv_heads, dim = _heads(draw)
     n_q, n_kv = draw.within(64 * batch * heads, draw.length(4096), draw.length(2048))
     q, k = draw.floats(batch, heads, n_q, dim, name="q"), draw.floats(batch, kv_heads, n_kv, dim, name="k")
     scale = draw.scale()
-    q = draw.to_edge(q, k, dim**-0.5 if scale is None else scale, backward=backward)
+    q = draw.to_edge(q, k, dim**-0.5 if scale is None else scale)
     v = draw.view(draw.floats(batch, kv_heads, n_kv, dim, name="v"))
     return {"q": draw.view(q), "k": draw.view(k), "v": v, "sm_scale": scale}
 
 
 def functional_coarse_attn(draw: Draw) -> Call:
     """Its gradients are those of block_sparse_attn with lists of all blocks."""
-    args = coarse_attn_fwd(draw, backward=True)
+    args = coarse_attn_fwd(draw)
     args["dout"] = draw.view(draw.gradient(*args["q"].shape), "free")
 
     def run(a: Args) -> Results:

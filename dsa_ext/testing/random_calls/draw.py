@@ -152,13 +152,11 @@ class Draw:
             return torch.ones(shape, device=self.device, dtype=dtype) * self.choice((1.0, 0.0, -3e-3))
         return (self.normal(*shape) * self.choice((1.0, 1.0, 1.0, 1e-3, 30.0))).to(dtype)
 
-    def to_edge(self, q: Tensor, k: Tensor, scale: float, *, backward: bool = False) -> Tensor:
-        """q, or rarely a multiple of it by a power of two whose scores with k reach an edge of fp32, but not beyond.
-
-        With `backward` they stay where fp32 knows what exp(score - lse) is within a few times."""
+    def to_edge(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """q, or rarely a multiple of it by a power of two whose scores with k reach an edge of fp32, but not beyond."""
         if q.numel() == 0 or k.numel() == 0 or not self.chance(0.12):
             return q
-        most = self.choice(_SCORE_EDGES[:1] if backward else _SCORE_EDGES)
+        most = self.choice(_SCORE_EDGES)
         largest = float(q.abs().max()) * float(k.abs().max()) * q.shape[-1]
         # Products must be finite in fp32 without the scale too.
         bound = min(most / max(abs(scale), 1e-30), 1e37)

@@ -25,7 +25,7 @@ _FORWARD = ("q", "kv", "indices", *_OPTIONS, "d_v", "attn_sink")
 _COLUMNS = 8
 
 
-def _inputs(draw: Draw, *, backward: bool = False) -> Args:
+def _inputs(draw: Draw) -> Args:
     """q, kv, indices and the options of all three."""
     d_qk, groups, batch = draw.choice((576, 512)), draw.choice((1, 1, 1, 2, 3, 8)), draw.choice((1, 1, 1, 2, 3))
     group_heads = draw.size(128)
@@ -49,7 +49,7 @@ def _inputs(draw: Draw, *, backward: bool = False) -> Args:
     }
     indices = draw.view(draw.ids(batch, seq, groups, topk, keys=s_kv), "dense")
     q, kv = draw.floats(batch, seq, heads, d_qk, name="q"), draw.floats(batch, s_kv, groups, d_qk, name="kv")
-    q = draw.to_edge(q, kv, _scale(options, d_qk), backward=backward)
+    q = draw.to_edge(q, kv, _scale(options, d_qk))
 
     visible = visible_slots(indices, s_kv, *(options[name] for name in _OPTIONS[1:]))
     no_keys = ~visible.any(3).repeat_interleave(group_heads, 2)  # [B, S, H]
@@ -85,7 +85,7 @@ def sparse_mla_fwd(draw: Draw) -> Args:
 
 
 def sparse_mla_bwd(draw: Draw) -> Args:
-    args = _with_sink(draw, _inputs(draw, backward=True))
+    args = _with_sink(draw, _inputs(draw))
     out, lse = run_operator("sparse_mla_fwd", args)
     dout = draw.view(draw.gradient(*out.shape), "free")
     dlse = draw.view(draw.gradient(*lse.shape, dtype=torch.float32), "free") if draw.chance(0.4) else None
@@ -105,7 +105,7 @@ def attn_dist(draw: Draw) -> Args:
 
 
 def functional_sparse_mla(draw: Draw) -> Call:
-    args = _with_sink(draw, _inputs(draw, backward=True))
+    args = _with_sink(draw, _inputs(draw))
     batch, seq, heads, _ = args["q"].shape
     which, deterministic = draw.choice(("out", "out", "both", "lse")), draw.chance(0.4)
     dout = None if which == "lse" else draw.view(draw.gradient(batch, seq, heads, 512), "free")

@@ -74,6 +74,7 @@ class Softmax:
     lse: Tensor  # [.., n], 0 where it is not finite
     lse_limit: Tensor  # [.., n]
     free: Tensor  # [.., n]
+    unsure: Tensor  # [.., n]: whether there are scores of NaN and of +inf, so that lse may be either
 
 
 def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softmax:
@@ -92,7 +93,8 @@ def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softma
         noise = torch.where(top, noise.minimum(others), noise).masked_fill(log_p == -torch.inf, 0)
     finite_lse = lse[..., 0].masked_fill(~lse[..., 0].isfinite(), 0)
     limit = (LSE_RELATIVE * finite_lse.abs()).clamp(min=LSE_ABSOLUTE) + s.resolution
-    return Softmax(p=log_p.exp(), noise=noise, lse=finite_lse, lse_limit=limit, free=s.free)
+    unsure = s.scores.isnan().any(-1) & (s.scores == torch.inf).any(-1)
+    return Softmax(p=log_p.exp(), noise=noise, lse=finite_lse, lse_limit=limit, free=s.free, unsure=unsure)
 
 
 def _output(value: Tensor, parts: "Parts") -> Expected:
@@ -110,7 +112,8 @@ def _output(value: Tensor, parts: "Parts") -> Expected:
 
 
 def _lse(value: Tensor, parts: "Parts") -> Expected:
-    return Expected("lse", value, bound=parts.lse_limit, noise=parts.lse_limit, similarity=None, free=parts.free)
+    limit = parts.lse_limit
+    return Expected("lse", value, bound=limit, noise=limit, similarity=None, free=parts.free, loose=parts.unsure)
 
 
 @dataclass
@@ -123,13 +126,14 @@ class Parts:
     total: Tensor  # sum_i |v_i|
     lse_limit: Tensor
     free: Tensor
+    unsure: Tensor  # whether lse may be NaN or +inf
     vanishing: Tensor  # whether fp32 rounds some visible key's p to 0
 
     @staticmethod
     def empty(shape: torch.Size, rows: torch.Size, like: Tensor) -> "Parts":
         magnitude, noise, largest, total = (like.new_zeros(shape) for _ in range(4))
-        free, vanishing = (like.new_zeros(rows, dtype=torch.bool) for _ in range(2))
-        return Parts(magnitude, noise, largest, total, like.new_zeros(rows), free, vanishing)
+        free, unsure, vanishing = (like.new_zeros(rows, dtype=torch.bool) for _ in range(3))
+        return Parts(magnitude, noise, largest, total, like.new_zeros(rows), free, unsure, vanishing)
 
     @staticmethod
     def of(s: Softmax, values: Tensor, visible: Tensor) -> "Parts":
@@ -145,6 +149,7 @@ class Parts:
             total=total.expand(shape),
             lse_limit=s.lse_limit,
             free=s.free,
+            unsure=s.unsure,
             vanishing=(visible & (s.p < HUGE**-1)).any(-1),
         )
 
@@ -202,7 +207,7 @@ def attn_dist(args: dict[str, Any]) -> list[Expected]:
     for chunk in sparse_mla.chunks(q, kv, indices, visible):
         s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
         own = lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])[..., None]
-        log_p = (s.scores - own).masked_fill(own == -torch.inf, -torch.inf)
+        log_p = (s.scores - sparse_mla.raised(own)).masked_fill(own == -torch.inf, -torch.inf)
         p = log_p.exp()
         unsure = s.noise + 2 * FP32_RESOLUTION * own.abs().nan_to_num(0, 0, 0)
         off = spread(log_p, unsure) + FP32_ELEMENTWISE * p + TINY * (p > 0)
@@ -241,9 +246,12 @@ def score_gradients(
     s: Scores, values: Tensor, dout: Tensor, delta: Tensor, delta_noise: Tensor, lse: Tensor, scale: float
 ) -> ScoreGradients:
     lse, delta, delta_noise = (t[..., None] for t in (lse, delta, delta_noise))
-    log_p = (s.scores - lse.masked_fill(lse == -torch.inf, 0)).masked_fill(lse == -torch.inf, -torch.inf)
+    log_p = s.scores - sparse_mla.raised(lse.masked_fill(lse == -torch.inf, 0))
+    log_p = log_p.masked_fill(lse == -torch.inf, -torch.inf)
     p = log_p.exp()
     p_noise = spread(log_p, s.noise + 2 * FP32_RESOLUTION * lse.abs().nan_to_num(0, 0, 0)) + TINY * (p > 0)
+    # A large lse is raised so far that no p is more than 1.
+    p_noise = torch.where((lse.abs() > sparse_mla.LARGE_LSE) & (p <= 1), p_noise.clamp(max=1), p_noise)
     dp, products = dout @ values.mT, dout.abs() @ values.abs().mT
     change = dp - delta
     weights = p + p_noise
@@ -376,8 +384,8 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
     q, k, v, dout, out, lse = (args[name] for name in ("q", "k", "v", "dout", "out", "lse"))
     dlse, scale = args["dlse"], _scale(args)
-    dq, dk, dv = reference.block_sparse_attn_bwd(**args)
     count, kv_blocks, block = block_sparse.blocks(q.shape[2]), block_sparse.blocks(k.shape[2]), block_sparse.BLOCK
+    dq, dk, dv = reference.block_sparse_attn_bwd(**args)
 
     seen = lse != -torch.inf
     delta = (dout * out).sum(-1)

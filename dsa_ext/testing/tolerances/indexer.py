@@ -3,6 +3,7 @@
 Logits are sums over heads of weight * relu(q.k). Where q.k rounds across 0, a gradient may have or lack its whole term.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from dsa_ext.testing.tolerances.limits import (
     wide,
 )
 
+#: Heads of queries whose gradients are the sums of one product.
+GROUP_ROWS = 128
 BOUNDS = ("cu_seqlen_ks", "cu_seqlen_ke")
 
 
@@ -134,6 +137,8 @@ class _GradientSums:
         w = w.abs().nan_to_num(0, 0, 0)
         noise = open_ + (g_noise * w).masked_fill(hidden | (scores < -off), 0)
         noise = noise + (TINY * (1 + w)).masked_fill(hidden, 0)
+        # What is not finite reaches those that see it alone.
+        q, keys = (t.masked_fill(~t.isfinite(), 0) for t in (q, keys))
         for name, of_scores, power in (("noise", noise, 1), ("squares", term.square(), 2), ("total", term.abs(), 1)):
             self.dq[name][run] = of_scores @ keys.abs() ** power
             queries = q.abs() ** power
@@ -148,7 +153,7 @@ class _GradientSums:
         else:
             self.dk["noise"].index_add_(0, rows.flatten(), terms.flatten()[:, None].expand(-1, q.shape[2]))
 
-    def expected(self, dq: Tensor, dk: Tensor, dweights: Tensor) -> list[Expected]:
+    def expected(self, dq: Tensor, dk: Tensor, dweights: Tensor, unsure: "_Unsure") -> list[Expected]:
         # Terms are rounded before they are multiplied with rows of q and k.
         count = max(1, torch.cat(self.upstream).unique().numel() * self.weights.abs().unique().numel())
         result = []
@@ -156,8 +161,37 @@ class _GradientSums:
             total = sums["total"][: len(value)]
             noise = sums["noise"][: len(value)] + SUM_OF_PRODUCTS * total
             free = overflows(total) | self.free if name == "dweights" else overflows(total)
+            free = free | (unsure.keys if name == "dk" else unsure.queries.view(-1, *(1,) * (value.dim() - 1)))
             result.append(gradient(name, value, noise, sums["squares"][: len(value)], free, count))
         return result
+
+
+class _Unsure:
+    """Which gradients may be NaN since products are of a group of queries and all keys that some of them see: those of
+    a query that does not see a key which is not finite, but another of its group does; and those of a key that is not
+    seen by a query which is not finite, but by another of its group."""
+
+    def __init__(self, q: Tensor, k: Tensor, weights: Tensor) -> None:
+        self.group = GROUP_ROWS // q.shape[1]
+        self.bad_queries = ~q.isfinite().all((1, 2)) | ~weights.isfinite().all(1)
+        self.bad_keys = ~k.isfinite().all(1)
+        self.queries = torch.zeros_like(self.bad_queries)
+        self.keys = torch.zeros(len(k), 1, dtype=torch.bool, device=k.device)
+
+    def any(self) -> bool:
+        return bool(self.bad_queries.any() | self.bad_keys.any())
+
+    def add(self, run: slice, visible: Tensor) -> None:
+        """`visible` [s, S_kv]: what the queries of a whole group see."""
+        seen = visible.any(0)
+        self.queries[run] = (seen & self.bad_keys & ~visible).any(1)
+        self.keys[:, 0] |= (seen & ~visible)[self.bad_queries[run] & visible.any(1)].any(0)
+
+    def add_groups(self, visible: Callable[[slice], Tensor]) -> None:
+        if self.any():
+            for begin in range(0, len(self.queries), self.group):
+                run = slice(begin, begin + self.group)
+                self.add(run, visible(run))
 
 
 def indexer_logits_bwd(args: dict[str, Any]) -> list[Expected]:
@@ -175,7 +209,9 @@ def _dense_gradients(args: dict[str, Any], noise_of_dlogits: Tensor) -> list[Exp
         own_q = q[run].masked_fill(~visible.any(1)[:, None, None], 0)
         keys = k.masked_fill(~visible.any(0)[:, None], 0)
         sums.add(run, own_q, keys, weights[run], dlogits[run], noise_of_dlogits[run], visible, None)
-    return sums.expected(*grads)
+    unsure = _Unsure(q, k, weights)
+    unsure.add_groups(lambda run: _inside(args, run))
+    return sums.expected(*grads, unsure)
 
 
 def indexer_scores_bwd(args: dict[str, Any]) -> list[Expected]:
@@ -189,7 +225,10 @@ def indexer_scores_bwd(args: dict[str, Any]) -> list[Expected]:
     for run in runs(len(q), rows.shape[1] * (q.shape[1] + q.shape[2])):
         own_q = q[run].masked_fill(~named[run].any(1)[:, None, None], 0)
         sums.add(run, own_q, padded[rows[run]], weights[run], dscores[run], nothing[run], named[run], rows[run])
-    return sums.expected(*grads)
+    unsure = _Unsure(q, k, weights)
+    listed = q.new_zeros(unsure.group, len(padded), dtype=torch.bool)
+    unsure.add_groups(lambda run: listed.zero_()[: len(rows[run])].scatter_(1, rows[run], True)[:, : len(k)])
+    return sums.expected(*grads, unsure)
 
 
 def _loss(

@@ -63,8 +63,10 @@ def similarity_limit(limit: float, expected: float, count: float) -> float:
 
 def effective_count(squares: Tensor) -> float:
     """Of how many equal numbers the sum of squares would be as uneven as of these; 0 for zeros."""
-    squares = squares / squares.amax().clamp(min=1e-300) if squares.numel() else squares
-    return float(squares.sum() ** 2 / squares.square().sum()) if squares.any() else 0.0
+    if not squares.any():
+        return 0.0
+    squares = squares / squares.amax()
+    return float(squares.sum() ** 2 / squares.square().sum())
 
 
 @dataclass
