@@ -127,7 +127,7 @@ def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
     """Orthogonal, of a power of 2. Made where it is used: a buffer that is not saved would be lost on the way from a
     meta device."""
     base = like.new_ones(2, 2)
-    base[1, 1] = -1
+    base[1, 1].neg_()  # assigning a number would copy it from the host, which a graph cannot capture
     matrix: Tensor = like.new_ones(1, 1)
     while len(matrix) < size:
         matrix = torch.kron(base, matrix)

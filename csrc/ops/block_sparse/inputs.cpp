@@ -70,7 +70,7 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, std::optio
       .device = device_index,
       .num_sms = device.num_sms,
       .sm_scale = static_cast<float>(scale),
-      .scale_log2 = std::max(static_cast<float>(std::abs(scale) * kLog2E), std::numeric_limits<float>::min()),
+      .scale_log2 = std::max(static_cast<float>(std::abs(scale) * kLog2E), std::numeric_limits<float>::denorm_min()),
   };
 }
 

@@ -85,7 +85,6 @@ struct Sums {
     low.x += a.x, low.y += a.y, low.z += a.z, low.w += a.w;
     high.x += b.x, high.y += b.y, high.z += b.z, high.w += b.w;
   }
-  __device__ __forceinline__ void load(const float4* g_sums) { low = g_sums[0], high = g_sums[1]; }
   __device__ __forceinline__ void store(float4* g_sums) const { g_sums[0] = low, g_sums[1] = high; }
 };
 
@@ -93,9 +92,16 @@ __device__ __forceinline__ float4* sums_of(float* g_rows, int64_t row, int colum
   return reinterpret_cast<float4*>(g_rows + row * columns) + 2 * piece;
 }
 
-// Of a key; the last launch rounds and puts the columns in order.
-__device__ __forceinline__ void store_sums(const Params& p, int64_t key, int piece, const Sums& sums, bool is_last) {
-  if (!is_last) return sums.store(sums_of(p.sums, key, p.columns, piece));
+// Adds the rows of a key, which add(sums) adds up, to the sums of earlier launches; the last launch rounds and puts the
+// columns in order.
+template <class Add>
+__device__ __forceinline__ void sum_key(const Params& p, int64_t key, int piece, bool is_first, bool is_last,
+                                        const Add& add) {
+  float4* g_sums = sums_of(p.sums, key, p.columns, piece);
+  Sums sums{};
+  if (!is_first) sums = {g_sums[0], g_sums[1]};
+  add(sums);
+  if (!is_last) return sums.store(g_sums);
   const int place = piece * kColumns % sm90::kScatterColumns;
   uint32_t* g_key = static_cast<uint32_t*>(p.result) + (key * p.columns + piece * kColumns - place) / 2;
   g_key[sm90::stored_column(place) / 2] = sm90::pack_bf16(sums.low.x, sums.low.y);
@@ -107,26 +113,23 @@ __device__ __forceinline__ void store_sums(const Params& p, int64_t key, int pie
 // Whether the rows of a key are so many that they are added up in parts.
 __device__ __forceinline__ bool is_cut(unsigned begin, unsigned end) { return end - begin >= 2 * kSegment; }
 
-// One thread for each 8 columns of a key that is not cut: adds up the rows of a launch in the order of their slots,
-// after the sums of earlier launches. Starts while the parts of cut keys, the kernel before, are added up; threads
-// behind the last key see to it that it does not end earlier.
-__global__ void __launch_bounds__(kThreads, 6)
+// One thread for each 8 columns of a key that is not cut: adds up the rows of a launch in the order of their slots.
+__global__ void __launch_bounds__(kThreads)
     sum_rows_kernel(const __grid_constant__ Params p, bool is_first, bool is_last) {
+  sm90::let_next_kernel_start();
   const int64_t key = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (key >= p.keys) return sm90::wait_for_kernel_before();
+  if (key >= p.keys) return;
   const unsigned begin = p.key_starts[key], end = p.key_starts[key + 1];
   if (is_cut(begin, end) || (begin == end && !is_first && !is_last)) return;
-  Sums sums{};
-  if (!is_first) sums.load(sums_of(p.sums, key, p.columns, threadIdx.x));
-  sums.add_rows(p, begin, end, threadIdx.x);
-  store_sums(p, key, threadIdx.x, sums, is_last);
+  sum_key(p, key, threadIdx.x, is_first, is_last, [&](Sums& sums) { sums.add_rows(p, begin, end, threadIdx.x); });
 }
 
 // One thread for each 8 columns of a part of a key that is cut; the last of a key's adds up all, in their order. A
-// segment of sorted slots may have the end of one such key and the beginning of another, and so two parts.
+// segment of sorted slots may have the end of one such key and the beginning of another, and so two parts. Starts when
+// the last blocks of sum_rows_kernel run.
 __global__ void __launch_bounds__(kThreads)
     sum_parts_kernel(const __grid_constant__ Params p, unsigned slots, bool is_first, bool is_last) {
-  sm90::let_next_kernel_start();
+  sm90::wait_for_kernel_before();
   const unsigned part = blockIdx.x * blockDim.y + threadIdx.y, segment = part / 2;
   const unsigned segment_begin = segment * kSegment, segment_end = min(segment_begin + kSegment, slots);
   if (segment_begin >= slots) return;
@@ -145,11 +148,10 @@ __global__ void __launch_bounds__(kThreads)
   __threadfence();
   if (atomicAdd(p.parts_done + first_part * blockDim.x + piece, 1) < last_segment - first_segment) return;
   __threadfence();
-  sums = {};
-  if (!is_first) sums.load(sums_of(p.sums, key, p.columns, piece));
-  sums.add(sums_of(p.part_sums, first_part, p.columns, piece));
-  for (unsigned i = first_segment + 1; i <= last_segment; ++i) sums.add(sums_of(p.part_sums, i * 2, p.columns, piece));
-  store_sums(p, key, piece, sums, is_last);
+  sum_key(p, key, piece, is_first, is_last, [&](Sums& all) {
+    all.add(sums_of(p.part_sums, first_part, p.columns, piece));
+    for (unsigned i = first_segment + 1; i <= last_segment; ++i) all.add(sums_of(p.part_sums, i * 2, p.columns, piece));
+  });
 }
 
 cudaError_t sort(const Params& p, size_t& bytes, int slots, cudaStream_t stream) {
@@ -199,13 +201,11 @@ const char* sum_rows(const Params& p, int slots, bool is_first, bool is_last, vo
                                                              stream, p, slots, parts * row_pieces);
   if (error != nullptr) return error;
   const dim3 block(row_pieces, rows_of_block);
-  if (parts > 0) {
-    error = sm90::launch_kernel<sum_parts_kernel>(p.device, blocks_of(parts, rows_of_block), block, 0, stream, p, slots,
-                                                  is_first, is_last);
-    if (error != nullptr) return error;
-  }
-  const sm90::Grid grid(blocks_of(p.keys + 1, rows_of_block), 1, parts > 0);
-  return sm90::launch_kernel<sum_rows_kernel>(p.device, grid, block, 0, stream, p, is_first, is_last);
+  error = sm90::launch_kernel<sum_rows_kernel>(p.device, blocks_of(p.keys, rows_of_block), block, 0, stream, p,
+                                               is_first, is_last);
+  if (error != nullptr || parts == 0) return error;
+  const sm90::Grid grid(blocks_of(parts, rows_of_block), 1, true);
+  return sm90::launch_kernel<sum_parts_kernel>(p.device, grid, block, 0, stream, p, slots, is_first, is_last);
 }
 
 }  // namespace dsa::key_sums

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "config.h"
 #include "params.h"
@@ -106,7 +107,7 @@ inline KernelParams::KernelParams(const Params& params)
       group_count(groups),
       split_count(splits),
       query_count(seq_q),
-      scale_log2(std::fmax(std::fabs(sm_scale), 1e-38f) * kLog2E),
+      scale_log2(std::fmax(std::fabs(sm_scale) * kLog2E, std::numeric_limits<float>::denorm_min())),
       negate_q(sm_scale < 0) {
   items = batch * seq_q * groups * splits * head_blocks;
 }

@@ -157,11 +157,11 @@ __device__ __forceinline__ Piece load_piece(const __nv_bfloat16* columns) {
 // Consecutive columns of a row. They are read from `first_read` on, which begins 16-byte aligned, at most a unit before
 // `begin`; in a row that does not begin so itself it may be negative.
 struct Run {
-  int begin, end, first_read;
+  int begin, end, first_read, columns;  // the latter of the row
 
   __device__ __forceinline__ int size() const { return end - first_read; }  // that is read
-  // The piece of the last column; of one of the row where the run is empty.
-  __device__ __forceinline__ int last_piece() const { return first_read + ((max(0, end - 1) - first_read) & -kPiece); }
+  // The column behind the last piece that lies in the row as a whole. Those from there on are read one by one.
+  __device__ __forceinline__ int pieces_end() const { return first_read + ((columns - first_read) & -kPiece); }
   __device__ __forceinline__ bool contains(int first, int count) const {
     return first >= begin && first + count <= end;
   }

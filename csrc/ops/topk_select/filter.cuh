@@ -99,11 +99,20 @@ struct Filter {
     __device__ __forceinline__ unsigned all() const { return (*this)[kEntries]; }
   };
 
-  // Entries from this column on, of which those outside of the run are NaN.
-  __device__ __forceinline__ Piece load_inside(int column) const {
-    Piece r = load_piece(g_row + min(column, run.last_piece()));
+  // Of entries from this column on, those in the run; the others become NaN. What stands behind the row's last whole
+  // piece is read here, one by one: nothing behind the row is.
+  __device__ __forceinline__ void keep_inside(Piece& r, int column) const {
+    const bool is_behind = column >= run.pieces_end();
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) r.values[i] = run.contains(column + i, 1) ? r.values[i] : NAN;
+    for (int i = 0; i < kPiece; ++i) {
+      const bool inside = run.contains(column + i, 1);
+      if (inside && is_behind) r.values[i] = static_cast<float>(g_row[column + i]);
+      if (!inside) r.values[i] = NAN;
+    }
+  }
+  __device__ __forceinline__ Piece load_inside(int column) const {
+    Piece r = load_piece(g_row + min(column, run.pieces_end() - kPiece));
+    keep_inside(r, column);
     return r;
   }
 
@@ -115,7 +124,7 @@ struct Filter {
     static_assert(1 << kLogColumns == kColumns && Lists::kStretches % Shape::kThreads == 0);
     Storage& shared = selector.shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int begin = run.first_read, last_piece = run.last_piece();
+    const int begin = run.first_read, last_piece = run.pieces_end() - kPiece;
     // A stretch has so many columns that there are not too many stretches.
     const int log_loads = max(0, 32 - __clz((run.size() - 1) / (kColumns * Lists::kStretches)));
     const int loads = 1 << log_loads, log_stretch = log_loads + kLogColumns;
@@ -146,12 +155,7 @@ struct Filter {
         next[i] = pieces_from(column_of(load + i + kReadAhead));
         if (!run.contains(column, kColumns)) {
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-#pragma unroll
-            for (int e = 0; e < kPiece; ++e) {
-              if (!run.contains(first + j * kWarpPiece + e, 1)) pieces.of[j].values[e] = NAN;
-            }
-          }
+          for (int j = 0; j < 2; ++j) keep_inside(pieces.of[j], first + j * kWarpPiece);
         }
         if (lane == 0 && (load + i & loads - 1) == 0) {
           shared.firsts[((load + i) >> log_loads) * Shape::kWarps + warp] = listed;

@@ -67,7 +67,7 @@ __device__ __forceinline__ Run run_of_cta(const Params& p, const T* g_row, int r
   const int units = (window_end - first + kUnit - 1) / kUnit;
   const int run_units = (units + p.ctas - 1) / p.ctas;
   const int first_read = first + rank * run_units * kUnit;
-  return {max(window_begin, first_read), min(window_end, first_read + run_units * kUnit), first_read};
+  return {max(window_begin, first_read), min(window_end, first_read + run_units * kUnit), first_read, p.columns};
 }
 
 // No run is longer than what a CTA holds.
