@@ -87,6 +87,7 @@ class Expected:
     loose: Tensor | None = None  # where what is not finite may be NaN or either infinity
     roundings: int = 0  # to bf16, of a row's factor or of the result, that `noise` does not count
     count: float = math.inf  # of different numbers that are rounded
+    least: float = 0  # similarity error that roundings make although they are of many terms
 
 
 @dataclass
@@ -134,7 +135,7 @@ def measures(result: Tensor, expected: Expected) -> list[Measure]:
         if int(counts.sum()) * a.shape[1] >= FEW and rows:
             if expected.roundings:
                 unavoidable = float(noise[counts].sum() / weights[counts].sum()) / 2
-                made = expected.roundings * BF16_SIMILARITY + unavoidable
+                made = expected.roundings * BF16_SIMILARITY + max(unavoidable, expected.least)
                 limit = similarity_limit(limit, made, min(rows, expected.count))
             found.append(Measure(name, SIMILARITY_NAME, similarity_error(a[counts], b[counts]), limit))
     return found
@@ -214,6 +215,8 @@ def gradient(
         noise=(noise.square() + TERM_ROUNDINGS * rounding.square() / 6).sqrt() + TINY,
         roundings=1,
         count=count,
+        # Where terms do not cancel, what arrives may have one error in all of them, and so has what they share.
+        least=BF16_SIMILARITY * (1 + (TERM_ROUNDINGS - 1) / count),
         free=overflows(value, noise) if free is None else free | overflows(value, noise),
         loose=torch.ones_like(value, dtype=torch.bool),
     )
