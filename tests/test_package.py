@@ -221,9 +221,9 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "sparse_mla_bwd/launch": Kernels(
             "sparse_mla_bwd_kernel", 2 * len(bwd.configs), bwd.threads, (*MLA, "REDG"), bwd_others
         ),
-        # Of columns and of heads.
-        "attn_dist/launch": Kernels("listed_keys_kernel.*Attention", 2 * 4, listed.threads(576, 64), listing),
-        "indexer_scores/launch": Kernels("listed_keys_kernel.*Indexer", 2 * 3, listed.threads(128, 64), listing),
+        # Of columns and of heads, as many as the instance has or fewer.
+        "attn_dist/launch": Kernels("listed_keys_kernel.*Attention", 2 * 4 * 2, listed.threads(576, 64), listing),
+        "indexer_scores/launch": Kernels("listed_keys_kernel.*Indexer", 2 * 3 * 2, listed.threads(128, 64), listing),
         "indexer_logits/launch_fp8": Kernels(
             "indexer_logits_kernel.*e4m3", logits_shapes, logits.threads, ("QGMMA", *scoring)
         ),
