@@ -408,3 +408,30 @@ def test_similarity_error() -> None:
 def test_arguments_that_no_operator_has() -> None:
     with pytest.raises(ValueError, match=r"sparse_mla_fwd has no arguments \['scale'\]"):
         check("sparse_mla_fwd", forward(attention()), attention(scale=1.0))
+
+
+def test_shares_that_a_sink_makes_vanish_may_be_0() -> None:
+    """fp32 rounds 1 / (1 + exp(sink - lse)) to 0 below its smallest normal number, whatever it is multiplied with."""
+    args = ORDINARY["sparse_mla_fwd"]()
+    heads = args["q"].shape[2]
+    _, lse = torch.ops.dsa.sparse_mla_fwd(**args)
+    args["attn_sink"] = torch.full((heads,), float(lse[lse.isfinite()].max()) + 88)
+    out, lse = torch.ops.dsa.sparse_mla_fwd(**args)
+    check("sparse_mla_fwd", (torch.zeros_like(out), lse), args)
+    args |= {"out": torch.zeros_like(out), "lse": lse, "dout": torch.full_like(out, 30)}
+    dq, dkv, d_sink = torch.ops.dsa.sparse_mla_bwd(**args)
+    check("sparse_mla_bwd", (torch.zeros_like(dq), torch.zeros_like(dkv), d_sink), args)
+
+
+def test_equal_probabilities_have_one_rounding() -> None:
+    """Of 120 equal keys each has 1 / 120, which bf16 rounds up by 0.34 %."""
+    q, k = torch.zeros(1, 2, 64, 128).bfloat16(), torch.randn(1, 1, 120, 128).bfloat16()
+    v = torch.randn(1, 1, 1, 128, generator=torch.Generator().manual_seed(0)).bfloat16().expand(1, 1, 120, 128)
+    args = {"q": q, "k": k, "v": v.contiguous(), "sm_scale": 1e-30}
+    out, *rest = torch.ops.dsa.coarse_attn_fwd(**args)
+    p = torch.tensor(1 / 120)
+    rounded = (out.double() * float(p.bfloat16() / p)).to(out.dtype)
+    assert similarity_error(rounded, out) > 7e-6
+    check("coarse_attn_fwd", (rounded, *rest), args)
+    with pytest.raises(AssertionError, match="similarity"):
+        check("coarse_attn_fwd", ((out.double() * 1.012).to(out.dtype), *rest), args)

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsa_ext import reference
 from dsa_ext.reference import block_sparse, sparse_mla
 from dsa_ext.testing.tolerances.limits import (
+    BF16_ROUNDING,
     ELEMENTWISE,
     FP32_ELEMENTWISE,
     FP32_RESOLUTION,
@@ -28,6 +29,7 @@ from dsa_ext.testing.tolerances.limits import (
     SUM_OF_PRODUCTS,
     TINY,
     Expected,
+    Rounded,
     gradient,
     overflows,
     wide,
@@ -97,7 +99,18 @@ def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softma
     return Softmax(p=log_p.exp(), noise=noise, lse=finite_lse, lse_limit=limit, free=s.free, unsure=unsure)
 
 
-def _output(value: Tensor, parts: "Parts") -> Expected:
+#: What exp(score - running maximum) may be in the forward kernels, whose maximum lags behind by up to 8 powers of 2.
+_LAG = 2.0**8
+
+
+def _add_probabilities(rounded: Rounded, p: Tensor, values: Tensor) -> None:
+    """Those that bf16 holds have no error. A float64 sum may differ in its last bits from row to row."""
+    p = p.float().double()
+    is_rounded = (p.bfloat16() - p).abs() > BF16_ROUNDING / 16 * p
+    rounded.add(p, (p.square() * values.square().sum(-1)[..., None, :]).where(is_rounded, 0))
+
+
+def _output(value: Tensor, parts: "Parts", rounded: Rounded) -> Expected:
     """A bf16 sum_i p_i v_i. Beyond what p may be, no element can be larger than the largest value."""
     bound = ELEMENTWISE * parts.magnitude + parts.noise
     return Expected(
@@ -106,6 +119,7 @@ def _output(value: Tensor, parts: "Parts") -> Expected:
         bound=bound.minimum(2 * (1 + ELEMENTWISE) * parts.largest) + TINY,
         noise=parts.noise + TINY,
         roundings=2,
+        count=rounded.count if rounded.squares.any() else torch.inf,
         free=parts.free[..., None] | overflows(parts.total),
         loose=parts.vanishing[..., None],
     )
@@ -177,21 +191,23 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
     q, kv, indices, d_v, sink = (args[name] for name in ("q", "kv", "indices", "d_v", "attn_sink"))
     scale = _scale(args)
     out, lse = reference.sparse_mla_fwd(**args)
-    parts = Parts.empty(out.shape, lse.shape, out)
+    parts, rounded = Parts.empty(out.shape, lse.shape, out), Rounded(q.device)
     for chunk in sparse_mla.chunks(q, kv, indices, _visible(args)):
         s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
         of_chunk = Parts.of(s, chunk.keys[..., :d_v], chunk.visible)
+        _add_probabilities(rounded, s.p, chunk.keys[..., :d_v])
         parts.put((slice(None), chunk.queries), of_chunk, lambda t: t.flatten(2, 3))
     if sink is not None:
         share = sparse_mla.share_beside_sink(lse, sink)
         apart = (lse - sink).nan_to_num(0, 0, 0)
         unsure = parts.lse_limit + FP32_RESOLUTION * apart.abs()
         least, most = (apart - unsure).sigmoid(), (apart + unsure).sigmoid()
-        # Not relative to 0: fp32 rounds small shares to 0.
-        noise = torch.maximum(share - least, most - share).masked_fill(~(lse - sink).isfinite(), 0) + TINY
+        # fp32 rounds to 0 what is divided by a large denominator, relative to the maximum: it is a factor of a sum.
+        noise = torch.maximum(share - least, most - share).masked_fill(~(lse - sink).isfinite(), 0)
+        noise = noise + TINY * _LAG * max(1, indices.shape[3])
         parts.noise = parts.noise * (share + noise)[..., None] + parts.magnitude * noise[..., None]
         parts.magnitude = parts.magnitude * share[..., None]
-    return [_output(out, parts), _lse(lse, parts)]
+    return [_output(out, parts, rounded), _lse(lse, parts)]
 
 
 def attn_dist(args: dict[str, Any]) -> list[Expected]:
@@ -243,8 +259,9 @@ class ScoreGradients:
 
 
 def score_gradients(
-    s: Scores, values: Tensor, dout: Tensor, delta: Tensor, delta_noise: Tensor, lse: Tensor, scale: float
-) -> ScoreGradients:
+    s: Scores, values: Tensor, dout: Tensor, dout_noise: Tensor, delta: Tensor, delta_noise: Tensor, lse: Tensor,
+    scale: float,
+) -> ScoreGradients:  # fmt: skip
     lse, delta, delta_noise = (t[..., None] for t in (lse, delta, delta_noise))
     log_p = s.scores - sparse_mla.raised(lse.masked_fill(lse == -torch.inf, 0))
     log_p = log_p.masked_fill(lse == -torch.inf, -torch.inf)
@@ -255,7 +272,10 @@ def score_gradients(
     dp, products = dout @ values.mT, dout.abs() @ values.abs().mT
     change = dp - delta
     weights = p + p_noise
-    noise = weights * (SUM_OF_PRODUCTS * products + delta_noise) + p_noise * change.abs()
+    noise = (
+        weights * (SUM_OF_PRODUCTS * products + dout_noise @ values.abs().nan_to_num(0, 0, 0).mT + delta_noise)
+        + p_noise * change.abs()
+    )
     # Weights that are exactly 0 stay so.
     ds, noise = (torch.where(log_p == -torch.inf, 0, t) for t in (p * change, noise))
     over = overflows(products, delta, ds, ds * scale, weights * products) | (log_p.isfinite() & ~(weights <= HUGE))
@@ -275,12 +295,14 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     share = sparse_mla.share_beside_sink(lse, sink)
     share_noise = share * (1 - share) * FP32_RESOLUTION * (16 + 4 * lse.abs().nan_to_num(0, 0, 0))
     products, delta = (dout * out).abs().sum(-1), (dout * out).sum(-1)
-    delta_noise = share * SUM_OF_PRODUCTS * products + share_noise * delta.abs()
+    # fp32 rounds small shares to 0.
+    vanishing = 0.0 if sink is None else TINY
+    delta_noise = share * SUM_OF_PRODUCTS * products + (share_noise + vanishing) * delta.abs()
     delta_of_scores = share * delta
     if dlse is not None:
         delta_of_scores = delta_of_scores - dlse
         delta_noise = delta_noise + FP32_RESOLUTION * dlse.abs()
-    upstream = share[..., None] * dout
+    upstream, upstream_noise = share[..., None] * dout, vanishing * dout.abs().nan_to_num(0, 0, 0)
 
     dq_noise, dq_squares, dq_total = (torch.zeros_like(dq) for _ in range(3))
     free = torch.zeros_like(lse, dtype=torch.bool)
@@ -289,11 +311,11 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms = (q.new_zeros(keys_of) for _ in range(5))
     for chunk in sparse_mla.chunks(q, kv, indices, visible):
         run, heads_of = chunk.queries, chunk.q.shape[2:4]
-        do, delta_c, noise_c, lse_c = (
-            t[:, run].unflatten(2, heads_of) for t in (upstream, delta_of_scores, delta_noise, lse)
+        do, do_noise, delta_c, noise_c, lse_c = (
+            t[:, run].unflatten(2, heads_of) for t in (upstream, upstream_noise, delta_of_scores, delta_noise, lse)
         )
         s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
-        g = score_gradients(s, chunk.keys[..., :d_v], do, delta_c, noise_c, lse_c, scale)
+        g = score_gradients(s, chunk.keys[..., :d_v], do, do_noise, delta_c, noise_c, lse_c, scale)
         keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
         dq_noise[:, run] = (g.ds_noise @ keys).flatten(2, 3)
         dq_squares[:, run] = (g.ds.square() @ keys.square()).flatten(2, 3)
@@ -307,6 +329,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
             total.index_add_(0, rows, part.flatten(0, 3))  # noqa: B023
 
         onto_keys(dkv_noise, g.ds_noise, g.p_noise, queries, doa)
+        onto_keys(dkv_noise, torch.zeros_like(g.p), (g.p > 0).double(), queries, do_noise)
         onto_keys(dkv_squares, g.ds.square(), g.p.square(), queries.square(), doa.square())
         onto_keys(dkv_total, g.ds.abs(), g.p, queries, doa)
         terms = chunk.visible[..., 0, :].double() * chunk.q.shape[3]
@@ -350,13 +373,15 @@ def block_sparse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
     count = block_sparse.blocks(q.shape[2])
     cut_shape = (*q.shape[:2], count, block_sparse.BLOCK)
     parts = Parts.empty(torch.Size((*cut_shape, q.shape[3])), torch.Size(cut_shape), out)
+    rounded = Rounded(q.device)
     lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
     for chunk in block_sparse.chunks(q, args["k"], args["v"], *lists):
         s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
         of_chunk = Parts.of(s, chunk.values, chunk.visible)
+        _add_probabilities(rounded, s.p, chunk.values)
         parts.put((slice(None), slice(None), chunk.queries), of_chunk, lambda t: t)
     parts = Parts(*(t.flatten(2, 3)[:, :, : q.shape[2]] for t in vars(parts).values()))
-    return [_output(out, parts), _lse(lse, parts)]
+    return [_output(out, parts, rounded), _lse(lse, parts)]
 
 
 def coarse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
@@ -364,7 +389,7 @@ def coarse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
     q, k, v = (args[name] for name in ("q", "k", "v"))
     scale, block = _scale(args), block_sparse.BLOCK
     out, lse, scores = reference.coarse_attn_fwd(**args)
-    parts = Parts.empty(out.shape, lse.shape, out)
+    parts, rounded = Parts.empty(out.shape, lse.shape, out), Rounded(q.device)
     noise, free = torch.zeros_like(scores), torch.zeros_like(scores, dtype=torch.bool)
     share = q.shape[1] // max(1, k.shape[1])
     visible = torch.ones(1, k.shape[2], dtype=torch.bool, device=q.device)
@@ -374,10 +399,20 @@ def coarse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
         # Those of the largest scores too: they are relative to lse, which is rounded, not to a sum of their own.
         s.noise = (s.noise + spread(s.p.log(), 2 * FP32_RESOLUTION * s.lse.abs()[..., None])).clamp(max=1)
         parts.put((slice(None), slice(None), rows), Parts.of(s, v[:, :, None], visible), lambda t: t.flatten(1, 2))
+        _add_probabilities(rounded, s.p, v[:, :, None])
         noise[:, :, i] = (s.noise + FP32_ELEMENTWISE * s.p + TINY).flatten(1, 2).mean(2)
         free[:, :, i] = s.free.any(-1).flatten(1, 2)[..., None]
     means = Expected("scores", scores, bound=noise, noise=noise, similarity=FP32_SIMILARITY, free=free)
-    return [_output(out, parts), _lse(lse, parts), means]
+    return [_output(out, parts, rounded), _lse(lse, parts), means]
+
+
+def _squares(terms: Tensor, rows: Tensor) -> Tensor:
+    """Of what a block's queries add to each key, `terms` [.., n, K] being rounded and then multiplied with `rows`
+    [.., n, D]: the sum of squares, or where all terms are equal, and so are their errors, the square of the sum."""
+    terms = terms.abs()
+    largest, least = terms.amax(-2), terms.masked_fill(terms == 0, torch.inf).amin(-2)
+    equal = largest - least <= BF16_ROUNDING**2 * largest
+    return torch.where(equal[..., None], (terms.mT @ rows).square(), terms.square().mT @ rows.square())
 
 
 def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
@@ -413,7 +448,9 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
         run = (slice(None), slice(None), chunk.queries)
         do = upstream[run]
         s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
-        g = score_gradients(s, chunk.values, do, delta[run], delta_noise[run], row_lse[run], scale)
+        g = score_gradients(
+            s, chunk.values, do, torch.zeros_like(do), delta[run], delta_noise[run], row_lse[run], scale
+        )
         keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
         dq_noise[run], dq_total[run] = g.ds_noise @ keys, g.ds.abs() @ keys
         dq_squares[run] = g.ds.square() @ keys.square()
@@ -421,10 +458,10 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
         unsure = (g.free | (empty[run] & chunk.visible.any(-1))).any(-1)[..., None] & chunk.visible[..., 0, :]
         for name, part in (
             ("dk", g.ds_noise.mT @ queries),
-            ("dk2", g.ds.square().mT @ queries.square()),
+            ("dk2", _squares(g.ds, queries)),
             ("dk_total", g.ds.abs().mT @ queries),
             ("dv", g.p_noise.mT @ doa),
-            ("dv2", g.p.square().mT @ doa.square()),
+            ("dv2", _squares(g.p, doa)),
             ("dv_total", g.p.mT @ doa),
             ("free", unsure[..., None].double().expand(*unsure.shape, q.shape[3])),
         ):

@@ -21,7 +21,7 @@ from dsa_ext.testing.tolerances.limits import (
     SUM_OF_PRODUCTS,
     TINY,
     Expected,
-    effective_count,
+    Rounded,
     gradient,
     overflows,
     wide,
@@ -29,8 +29,6 @@ from dsa_ext.testing.tolerances.limits import (
 
 #: Heads of queries whose gradients are the sums of one product.
 GROUP_ROWS = 128
-#: More different numbers than are needed to average out; and an odd number of 64 random bits.
-_HASH_BITS, _HASH_FACTOR = 12, -0x61C8864680B583EB
 BOUNDS = ("cu_seqlen_ks", "cu_seqlen_ke")
 
 
@@ -112,8 +110,7 @@ class _GradientSums:
         self.dk = {name: q.new_zeros(keys, q.shape[2]) for name in ("noise", "squares", "total")}
         self.dweights = {name: torch.zeros_like(weights) for name in ("noise", "squares", "total")}
         self.free = torch.zeros_like(weights, dtype=torch.bool)
-        # How much of the squares of all terms belongs to each number that is rounded to bf16, by a hash of it.
-        self.rounded = {name: q.new_zeros(2**_HASH_BITS) for name in ("dq", "dk", "dweights")}
+        self.rounded = {name: Rounded(q.device) for name in ("dq", "dk", "dweights")}
 
     def add(
         self, run: slice, q: Tensor, keys: Tensor, weights: Tensor, upstream: Tensor, upstream_noise: Tensor,
@@ -145,9 +142,9 @@ class _GradientSums:
         g_squares, of_keys = (g * (scores > 0)).square(), keys.square().sum(-1)
         of_keys = of_keys if rows is None else of_keys[:, None]
         g = g.expand_as(term)
-        self._add_rounded("dq", g, g_squares * of_keys * weights[:, :, None].square())
-        self._add_rounded("dk", term, term.square() * q.square().sum(-1, keepdim=True))
-        self._add_rounded("dweights", g, g_squares * relu.square())
+        self.rounded["dq"].add(g, g_squares * of_keys * weights[:, :, None].square())
+        self.rounded["dk"].add(term, term.square() * q.square().sum(-1, keepdim=True))
+        self.rounded["dweights"].add(g, g_squares * relu.square())
         for name, of_scores, power in (("noise", noise, 1), ("squares", term.square(), 2), ("total", term.abs(), 1)):
             self.dq[name][run] = of_scores @ keys.abs() ** power
             queries = q.abs() ** power
@@ -162,17 +159,12 @@ class _GradientSums:
         else:
             self.dk["noise"].index_add_(0, rows.flatten(), terms.flatten()[:, None].expand(-1, q.shape[2]))
 
-    def _add_rounded(self, name: str, numbers: Tensor, squares: Tensor) -> None:
-        """Equal numbers have the same error, and count as one."""
-        places = numbers.abs().contiguous().view(torch.int64) * _HASH_FACTOR >> (64 - _HASH_BITS) & (2**_HASH_BITS - 1)
-        self.rounded[name].index_add_(0, places.flatten(), squares.nan_to_num(0, 0, 0).flatten())
-
     def expected(self, dq: Tensor, dk: Tensor, dweights: Tensor, unsure: "_Unsure") -> list[Expected]:
         result = []
         for name, value, sums in (("dq", dq, self.dq), ("dk", dk, self.dk), ("dweights", dweights, self.dweights)):
             total = sums["total"][: len(value)]
             noise = sums["noise"][: len(value)] + SUM_OF_PRODUCTS * total
-            count = max(1.0, effective_count(self.rounded[name]))
+            count = self.rounded[name].count
             free = overflows(total) | self.free if name == "dweights" else overflows(total)
             free = free | (unsure.keys if name == "dk" else unsure.queries.view(-1, *(1,) * (value.dim() - 1)))
             result.append(gradient(name, value, noise, sums["squares"][: len(value)], free, count))

@@ -69,6 +69,26 @@ def effective_count(squares: Tensor) -> float:
     return float(squares.sum() ** 2 / squares.square().sum())
 
 
+class Rounded:
+    """How much of the squares of all terms belongs to each number that is rounded to bf16, by a hash of it: equal
+    numbers have the same error, and count as one."""
+
+    #: More different numbers than are needed to average out; and an odd number of 64 random bits.
+    _BITS, _FACTOR = 12, -0x61C8864680B583EB
+
+    def __init__(self, device: torch.device) -> None:
+        self.squares = torch.zeros(2**self._BITS, dtype=torch.float64, device=device)
+
+    def add(self, numbers: Tensor, squares: Tensor) -> None:
+        places = numbers.abs().contiguous().view(torch.int64) * self._FACTOR >> (64 - self._BITS)
+        squares = squares.nan_to_num(0, 0, 0).expand_as(numbers)
+        self.squares.index_add_(0, (places & (2**self._BITS - 1)).flatten(), squares.flatten())
+
+    @property
+    def count(self) -> float:
+        return max(1.0, effective_count(self.squares))
+
+
 @dataclass
 class Expected:
     """One result in float64, and how far the operator's may be from it.
