@@ -83,6 +83,9 @@ __device__ __forceinline__ void copy(SharedStorage<kColumns>& shared, const Para
   }
 }
 
+// In units of log 2: from here on the rounding of an offset or an lse would show in probabilities.
+inline constexpr float kLargeLse = 0x1p10f;
+
 // Exponentials of a row, in units of log 2, relative to the largest so far, or to one of before as long as fp32 bears
 // it.
 struct RowSum {
@@ -101,7 +104,7 @@ struct RowSum {
   __device__ __forceinline__ void add_lane(int mask) {
     add({__shfl_xor_sync(~0u, offset, mask), __shfl_xor_sync(~0u, sum, mask)});
   }
-  __device__ __forceinline__ bool is_ordinary() const { return fabsf(offset) <= kLargeScore; }  // and set
+  __device__ __forceinline__ bool is_ordinary() const { return fabsf(offset) <= kLargeLse; }  // and set
 };
 
 // Adds what the lane across has; each keeps one half of the 2 kHalf columns.
@@ -249,22 +252,21 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     const bool is_writer = !item.is_shared || group == 0;
     // Exponents of probabilities are scores less lse; what stands behind the last query has none. A large lse, whose
     // rounding would show in them, is subtracted in two parts.
-    constexpr float kLargeLse = 0x1p10f;
     float lse[2], log_sums[2];
-    bool is_large = false;
+    bool is_large[2];
     for (int r = 0; r < 2; ++r) {
       const int query = block * kBlock + first_row + 8 * r;
       log_sums[r] = log2_fast(rows[r].sum);
       lse[r] = log_of_sum(rows[r].offset, log_sums[r]);
       if (is_writer && lane % 4 == 0 && query < p.seq_q) p.lse[head_row * p.seq_q + query] = lse[r] * kLn2;
-      is_large |= !(fabsf(lse[r]) <= kLargeLse);
+      is_large[r] = !(fabsf(lse[r]) <= kLargeLse);
       if (query >= p.seq_q) lse[r] = log_sums[r] = INFINITY;
+      if (is_large[r]) lse[r] = 0.f;
     }
-    is_large = __any_sync(~0u, is_large);
-    if (is_large) {
+    const bool any_large = __any_sync(~0u, is_large[0] || is_large[1]);
+    if (any_large) {
       for (int r = 0; r < 2; ++r) {
         if (lane % 4 == 0) shared.large_rows[group][first_row + 8 * r] = {rows[r].offset, log_sums[r]};
-        lse[r] = 0.f;
       }
       __syncwarp();
     }
@@ -281,13 +283,13 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
         continue;
       }
       score(tile);
-      if (is_large) {
+      if (any_large) {
         const float2* s_rows = shared.large_rows[group] + first_row;
         const float inverse = 1.f / p.scale_log2;
 #pragma unroll
         for (int i = 0; i < r_s.size(); ++i) {
           const float2 row = s_rows[i / 2 % 2 * 8];
-          r_s(i) = (relative_to(i, row.x) - row.y) * inverse;
+          if (is_large[i / 2 % 2]) r_s(i) = (relative_to(i, row.x) - row.y) * inverse;
         }
       }
 #pragma unroll

@@ -156,13 +156,17 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
         shared.rescale[at.slot][row + 8] = exponents[1];
       }
       float base[2] = {row_max[0] == -INFINITY ? 0.f : -row_max[0], row_max[1] == -INFINITY ? 0.f : -row_max[1]};
-      if (fmaxf(fabsf(base[0]), fabsf(base[1])) > kLargeScore) [[unlikely]] {
-        // fmaf does not round the product as row_max was, and moves the largest score away from 0 by the difference:
-        // its exponential would overflow, or be lost.
+      if (fmaxf(fabsf(base[0]), fabsf(base[1])) > kLargeScore) {
+        // Of a large row fmaf does not round the product as row_max was, and moves the largest score away from 0 by the
+        // difference: its exponential would overflow, or be lost.
+        const bool is_large[2] = {fabsf(base[0]) > kLargeScore, fabsf(base[1]) > kLargeScore};
         const float inverse = 1.f / p.scale_log2;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) r_s(i) = __fadd_rn(__fmul_rn(r_s(i), p.scale_log2), base[i / 2 % 2]) * inverse;
-        base[0] = base[1] = 0.f;
+        for (int i = 0; i < 32; ++i) {
+          const float relative = __fadd_rn(__fmul_rn(r_s(i), p.scale_log2), base[i / 2 % 2]);
+          if (is_large[i / 2 % 2]) r_s(i) = relative * inverse;
+        }
+        for (int r = 0; r < 2; ++r) base[r] = is_large[r] ? 0.f : base[r];
       }
 #pragma unroll
       for (int i = 0; i < 32; i += 2) {
