@@ -25,9 +25,11 @@ from dsa_ext.testing.tolerances.limits import (
     HUGE,
     LSE_ABSOLUTE,
     LSE_RELATIVE,
-    LSE_RESOLUTION,
+    LSE_UNITS,
+    LSE_UNITS_OF_WIDE,
     SUM_OF_PRODUCTS,
     TINY,
+    WIDE,
     Expected,
     Rounded,
     gradient,
@@ -50,11 +52,13 @@ def scores_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Scores:
     scores = (q @ keys.mT * scale).masked_fill(~visible, -torch.inf)
     products = (q.abs() @ keys.abs().mT).masked_fill(~visible, 0)
     free = overflows(products * max(1.0, 2 * abs(scale))).any(-1)
+    largest = q.abs().amax(-1)[..., None] * keys.abs().amax(-1)[..., None, :]
+    units = torch.where(largest * q.shape[-1] > WIDE * products, LSE_UNITS_OF_WIDE, LSE_UNITS)
     products = products.masked_fill(scores == -torch.inf, 0)  # an infinite key's, too, has no weight, whatever it is
     return Scores(
         scores=scores,
         noise=(abs(scale) * (SUM_OF_PRODUCTS * products + TINY)).masked_fill(scores == -torch.inf, 0),
-        resolution=abs(scale) * (LSE_RESOLUTION * _largest(products) + TINY),
+        resolution=abs(scale) * (FP32_RESOLUTION * _largest(units * products) + TINY),
         free=free,
     )
 

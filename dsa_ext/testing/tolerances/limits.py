@@ -21,13 +21,14 @@ GRADIENT_ELEMENTWISE = 0.04
 #: Of each element of an fp32 result, as a fraction of the terms that do not cancel in it; what may cancel adds noise.
 FP32_ELEMENTWISE = 1e-5
 FP32_RESOLUTION = 2.0**-23
-#: Of lse: max(LSE_ABSOLUTE, LSE_RELATIVE |lse|), plus LSE_RESOLUTION * |sm_scale| * max_i sum_d |q_d k_id| over the
-#: row's visible keys: units in the last place of the largest value that a partial sum of q.k can take. They matter
-#: where products cancel to an lse near zero, in rows with a few visible keys, and where magnitudes are large. Tensor
-#: cores truncate each of D / 16 partial sums, so that the errors add up in one direction. In data of one magnitude
-#: these sums stay far below that of the magnitudes, of which one unit is enough; where a few products that cancel are
-#: larger than all others, up to 3.6 units were found in a million sums of which each step is truncated.
-LSE_ABSOLUTE, LSE_RELATIVE, LSE_RESOLUTION = 1e-6, 3e-5, 4 * FP32_RESOLUTION
+#: Of lse: max(LSE_ABSOLUTE, LSE_RELATIVE |lse|), plus LSE_UNITS * FP32_RESOLUTION * |sm_scale| * max_i sum_d |q_d k_id|
+#: over the row's visible keys: units in the last place of the largest value that a partial sum of q.k can take. They
+#: matter where products cancel to an lse near zero, in rows with a few visible keys, and where magnitudes are large.
+#: Tensor cores truncate each of D / 16 partial sums, so that the errors add up in one direction. In data of one
+#: magnitude these sums stay far below that of the magnitudes, of which one unit is enough. Where the largest product
+#: may exceed their mean WIDE times, and so a few that cancel may be larger than all others, up to 3.6 units were found
+#: in a million sums of which each step is truncated.
+LSE_ABSOLUTE, LSE_RELATIVE, LSE_UNITS, LSE_UNITS_OF_WIDE, WIDE = 1e-6, 3e-5, 1, 4, 64
 #: What a sum of bf16 products in fp32, or of e4m3 products on tensor cores, may be off, as a fraction of the sum of
 #: their magnitudes: some units in the last place, since each partial sum is truncated.
 SUM_OF_PRODUCTS, SUM_OF_FP8_PRODUCTS = 8 * FP32_RESOLUTION, 2.0**-11
