@@ -18,6 +18,8 @@ endif
 
 # The repository itself is importable, also where the package cannot be installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+# Some virtual machines report AMX and do not allow it: bf16 products on the CPU then end in an illegal instruction.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 SANITIZER = $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 
 .PHONY: build demo test bench stale tables sanitize soak lint format clean
