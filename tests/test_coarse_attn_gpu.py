@@ -1,5 +1,6 @@
 """The kernel of coarse_attn_fwd against the reference in float64 on the same GPU, and its other promises."""
 
+import math
 from typing import Any
 
 import pytest
@@ -73,6 +74,18 @@ def test_scores_that_grow_from_tile_to_tile(step: float, n_q: int) -> None:
     ramp = torch.arange(10, device="cuda").repeat_interleave(BLOCK)[:600] * (step / 8 * 128**0.5)
     q[..., 0], k[..., 0] = 8, ramp.bfloat16()
     check([q, k, v])
+
+
+@pytest.mark.parametrize("n_q", [64, 9000])
+@pytest.mark.parametrize("power", [9, 10, 18, 19, 20, 24])
+def test_scores_sum_to_one_where_lse_is_large(power: int, n_q: int) -> None:
+    """lse of 600 keys with equal scores of 2^power."""
+    q, k, v = make_gpu(n_q=n_q, n_kv=600, dim=128)
+    q[:], k[:] = 0, 0
+    q[..., 0], k[..., 0] = 2.0 ** (power // 2), 2.0 ** (power - power // 2)
+    out, lse, scores = check([q, k, v], 1.0)
+    torch.testing.assert_close(scores, torch.full_like(scores, 1 / 600), rtol=1e-5, atol=0)
+    torch.testing.assert_close(lse, torch.full_like(lse, 2.0**power + math.log(600)), rtol=1e-6, atol=0)
 
 
 def test_strided_inputs() -> None:

@@ -245,6 +245,29 @@ def test_deterministic_with_keys_that_very_many_or_few_slots_list(queries: int, 
     assert all(torch.equal(a, b) for other in busy[1:] for a, b in zip(busy[0], other, strict=True))
 
 
+def test_keys_that_very_many_slots_list_in_a_graph() -> None:
+    """The counters of their parts begin anew with each replay."""
+    inputs = make_inputs(seq=64, s_kv=1000, heads=16, topk=512, device=DEVICE)
+    inputs.indices[..., :200] = 7
+    inputs.indices[..., 200:400] = 8
+    out, lse = FWD(inputs.q, inputs.kv, inputs.indices, causal=False)
+    dout = torch.zeros_like(out)
+
+    def call() -> tuple[Tensor, Tensor, Tensor]:
+        args = (dout, inputs.q, inputs.kv, out, lse, inputs.indices)
+        return OP(*args, causal=False, deterministic=True)  # type: ignore[no-any-return]
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for seed in range(3):
+        dout.copy_(normal(out, seed))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, call(), strict=True))
+
+
 def test_deterministic_algorithms_imply_it() -> None:
     inputs = make_inputs(1, 300, 1000, 64, 1, 200, device=DEVICE)
     expected = busy_call(inputs, deterministic=True)

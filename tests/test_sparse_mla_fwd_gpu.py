@@ -158,6 +158,18 @@ def test_nan_and_inf_in_selected_rows_reach_only_their_queries() -> None:
     assert torch.equal(lse[:, clean], expected_lse[:, clean])
 
 
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_a_scale_of_zero_beside_rows_of_nan(heads: int) -> None:
+    inputs = make_gpu(seq=5, s_kv=300, heads=heads, topk=128)
+    expected = check(inputs.q, inputs.kv, inputs.indices, causal=False, sm_scale=0.0)
+    inputs.q[:, :, ::3] = math.nan
+    got = OP(inputs.q, inputs.kv, inputs.indices, causal=False, sm_scale=0.0)
+    spoiled = torch.arange(heads, device=DEVICE) % 3 == 0
+    for a, b in zip(got, expected, strict=True):
+        assert a[:, :, spoiled].isnan().all()
+        assert torch.equal(a[:, :, ~spoiled], b[:, :, ~spoiled])
+
+
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_strided_views(d_qk: int) -> None:
     inputs = make_gpu(batch=2, seq=9, s_kv=100, heads=130, groups=2, topk=70, d_qk=d_qk)

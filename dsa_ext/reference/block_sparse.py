@@ -153,14 +153,14 @@ def block_sparse_attn_bwd(
     dk, dv = (q.new_zeros(*k.shape[:2], kv_blocks + 1, BLOCK, q.shape[3], dtype=dtype) for _ in range(2))
     for chunk in chunks(q, k, v, q2k_index, q2k_num, kv_block_size):
         run = chunk.queries
-        # Products with 0 would let NaN through to keys that are not valid.
+        # Products with 0 would let NaN through to keys that are not valid, and from queries that do not see them.
         probs = torch.exp(chunk.scores(scale) - row_lse[:, :, run]).masked_fill(~chunk.visible, 0)
         upstream = dout_cut[:, :, run].to(dtype)
         dscores = probs * (upstream @ chunk.values.mT - delta[:, :, run]) * scale
         dscores = dscores.masked_fill(~chunk.visible, 0)
         dq[:, :, run] = (dscores @ chunk.keys).to(q.dtype)
-        rows = chunk.rows.flatten()
-        dk.flatten(0, 2).index_add_(0, rows, (dscores.mT @ chunk.q).reshape(-1, BLOCK, q.shape[3]))
-        dv.flatten(0, 2).index_add_(0, rows, (probs.mT @ upstream).reshape(-1, BLOCK, q.shape[3]))
+        for grad, of_block in ((dk, dscores.mT @ chunk.q), (dv, probs.mT @ upstream)):
+            of_block = of_block.masked_fill(~chunk.visible.mT, 0)
+            grad.flatten(0, 2).index_add_(0, chunk.rows.flatten(), of_block.reshape(-1, BLOCK, q.shape[3]))
 
     return uncut(dq, q), uncut(dk, k), uncut(dv, v)

@@ -81,19 +81,20 @@ def indexer_logits_bwd(
     for run in runs(seq, heads * s_kv):
         visible = inside(cu_seqlen_ks[run], cu_seqlen_ke[run], s_kv)
         # A product with 0 would let NaN through.
-        chunk_q = q[run].to(dtype).masked_fill(~visible.any(1)[:, None, None], 0)
+        nothing = ~visible.any(1)[:, None, None]
+        chunk_q, weight = (x.to(dtype).masked_fill(nothing, 0) for x in (q[run], weights[run, :, None]))
         chunk_keys = keys.masked_fill(~visible.any(0)[:, None], 0)
+        weighted = chunk_q * weight
         # What is not finite reaches those that see it alone, by a product with 0 too.
-        finite_q, finite_keys = (x.masked_fill(~x.isfinite(), 0) for x in (chunk_q, chunk_keys))
         reaches_q = visible.to(dtype) @ (~chunk_keys.isfinite()).to(dtype) > 0
-        reaches_keys = visible.mT.to(dtype) @ (~chunk_q.isfinite()).any(1).to(dtype) > 0
-        visible = visible[:, None]
-        dlogit = dlogits[run, None]
+        reaches_keys = visible.mT.to(dtype) @ (~weighted.isfinite()).any(1).to(dtype) > 0
+        finite_weighted, finite_keys = (x.masked_fill(~x.isfinite(), 0) for x in (weighted, chunk_keys))
         scores = chunk_q @ chunk_keys.mT  # [s, Hi, S_kv]
-        dweights[run] = (dlogit * scores.relu()).masked_fill(~visible, 0).sum(-1)
-        dscores = (dlogit * weights[run, :, None]).masked_fill(~visible | (scores <= 0), 0)
-        dq[run] = (dscores @ finite_keys).masked_fill(reaches_q[:, None], torch.nan)
-        dk += (dscores.flatten(0, 1).mT @ finite_q.flatten(0, 1)).masked_fill(reaches_keys, torch.nan)
+        dlogit = dlogits[run, None].masked_fill(~visible[:, None] | (scores <= 0), 0)
+        dweights[run] = (dlogit * scores.relu()).sum(-1).masked_fill(reaches_q.any(1, keepdim=True), torch.nan)
+        dq_unweighted = (dlogit @ finite_keys).masked_fill(reaches_q[:, None], torch.nan)
+        dq[run] = dq_unweighted * weight
+        dk += (dlogit.flatten(0, 1).mT @ finite_weighted.flatten(0, 1)).masked_fill(reaches_keys, torch.nan)
     return dq, dk.to(k.dtype), dweights
 
 
@@ -175,13 +176,15 @@ def indexer_scores_bwd(
     for run in runs(len(q), indices.shape[1] * (q.shape[1] + q.shape[2])):
         keys = padded[rows[run]].to(dtype)
         hidden = ~named[run, None]
-        chunk_q = q[run].to(dtype).masked_fill(hidden.all(2, keepdim=True), 0)
-        dscore = dscores[run, None]
+        nothing = hidden.all(2, keepdim=True)
+        chunk_q, weight = (x.to(dtype).masked_fill(nothing, 0) for x in (q[run], weights[run, :, None]))
         products = chunk_q @ keys.mT  # [s, Hi, K]
-        dweights[run] = (dscore * products.relu()).masked_fill(hidden, 0).sum(-1)
-        dproducts = (dscore * weights[run, :, None]).masked_fill(hidden | (products <= 0), 0)
-        dq[run] = dproducts @ keys
-        dk.index_add_(0, rows[run].flatten(), (dproducts.mT @ chunk_q).flatten(0, 1))
+        dscore = dscores[run, None].masked_fill(hidden | (products <= 0), 0)
+        # What is not finite reaches those that list it by a product with 0 too.
+        reaches_q = ~keys.isfinite().all(2).all(1, keepdim=True)
+        dweights[run] = (dscore * products.relu()).sum(-1).masked_fill(reaches_q, torch.nan)
+        dq[run] = dscore @ keys * weight
+        dk.index_add_(0, rows[run].flatten(), (dscore.mT @ (chunk_q * weight)).flatten(0, 1))
     return dq, dk[:-1].to(k.dtype), dweights
 
 

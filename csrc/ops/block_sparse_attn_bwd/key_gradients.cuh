@@ -155,20 +155,10 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
           r_s(j) = exp2_fast(fmaf(r_s(j), scale_log2, j % 2 ? of_columns.y : of_columns.x));
         }
       }
-      const auto clear_invalid = [&](auto& r) {
-        if (keys == kBlock) return;
-        const int left = keys - (warp * 16 + lane / 4);
-#pragma unroll
-        for (int i = 0; i < r.size(); ++i) {
-          if (i / 2 % 2 * 8 >= left) r(i) = 0.f;
-        }
-      };
-      clear_invalid(r_s);
       to_operand(r_s, r_p);
       add_product(r_p, slot.dout, r_dv);
       warpgroup_wait<1>();
       warpgroup_fence_operand(r_dp);
-      clear_invalid(r_dp);
 #pragma unroll
       for (int i = 0; i < r_s.size(); i += 4) {
         const float2 of_columns = delta[i];
@@ -188,6 +178,14 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
     const int position = item.block * kBlock;
 #pragma unroll
     for (int i = 0; i < r_dk.size(); ++i) r_dk(i) *= p.sm_scale;
+    // Rows of keys that are not valid hold whatever the products made of them.
+    if (keys < kBlock) {
+      const int left = keys - (warp * 16 + lane / 4);
+#pragma unroll
+      for (int i = 0; i < r_dk.size(); ++i) {
+        if (i / 2 % 2 * 8 >= left) r_dk(i) = r_dv(i) = 0.f;
+      }
+    }
     wait(&shared.full[ring.slot], ring.parity);
     auto& mark = shared.slots[ring.slot];
     store_block<kColumns>(&maps.dk, mark.q, item.head, position, item.batch, r_dk, thread);

@@ -369,19 +369,28 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
 
 # ---- block-sparse and coarse attention
 
+#: What a sum of exp(score - maximum of the first blocks) may become in block_sparse_attn_fwd.
+_LAG_OF_BLOCKS = 2.0**41
+
 
 def block_sparse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
     q, scale = args["q"], _scale(args)
     out, lse = reference.block_sparse_attn_fwd(**args)
     count = block_sparse.blocks(q.shape[2])
-    cut_shape = (*q.shape[:2], count, block_sparse.BLOCK)
+    block = block_sparse.BLOCK
+    cut_shape = (*q.shape[:2], count, block)
     parts = Parts.empty(torch.Size((*cut_shape, q.shape[3])), torch.Size(cut_shape), out)
     rounded = Rounded(q.device)
     lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
     for chunk in block_sparse.chunks(q, args["k"], args["v"], *lists):
         s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
         of_chunk = Parts.of(s, chunk.values, chunk.visible)
+        # Until then sums are relative to the maximum of the blocks that come first.
+        if slots := chunk.rows.shape[3]:
+            largest = s.p.unflatten(-1, (slots, block)).amax(-1).clamp(min=_LAG_OF_BLOCKS**-1)
+            unseen = ~chunk.visible.unflatten(-1, (slots, block)).any(-1)
+            of_chunk.total = of_chunk.total / largest.masked_fill(unseen, 1).amin(-1, keepdim=True)
         _add_probabilities(rounded, s.p, chunk.values)
         parts.put((slice(None), slice(None), chunk.queries), of_chunk, lambda t: t)
     parts = Parts(*(t.flatten(2, 3)[:, :, : q.shape[2]] for t in vars(parts).values()))

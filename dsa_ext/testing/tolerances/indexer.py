@@ -69,6 +69,7 @@ def indexer_logits(args: dict[str, Any]) -> list[Expected]:
         if not clean:
             free[run] |= ~visible
         noise[run] = noise[run].masked_fill(~visible, 0)
+    loose = None if k_scale is None else k_scale.isinf().expand_as(value)  # the sign of what rounds to 0 is open
     return [
         Expected(
             "logits",
@@ -77,6 +78,7 @@ def indexer_logits(args: dict[str, Any]) -> list[Expected]:
             noise=noise * _terms(q) + TINY,
             similarity=FP8_SIMILARITY if fp8 else FP32_SIMILARITY,
             free=free,
+            loose=loose,
         )
     ]
 
@@ -109,7 +111,8 @@ class _GradientSums:
         self.dq = {name: torch.zeros_like(q) for name in ("noise", "squares", "total")}
         self.dk = {name: q.new_zeros(keys, q.shape[2]) for name in ("noise", "squares", "total")}
         self.dweights = {name: torch.zeros_like(weights) for name in ("noise", "squares", "total")}
-        self.free = torch.zeros_like(weights, dtype=torch.bool)
+        self.free = {"dq": torch.zeros_like(q, dtype=torch.bool), "dk": q.new_zeros(keys, 1)}
+        self.free["dweights"] = torch.zeros_like(weights, dtype=torch.bool)
         self.rounded = {name: Rounded(q.device) for name in ("dq", "dk", "dweights")}
 
     def add(
@@ -127,21 +130,26 @@ class _GradientSums:
         off = SUM_OF_PRODUCTS * products + TINY
         relu = scores.relu().masked_fill(hidden, 0)
         off = off.masked_fill(hidden | scores.isinf(), 0)
-        self.free[run] = over.any(-1)
-        self.dweights["noise"][run] = (g.abs() * off + g_noise * (relu + off)).sum(-1)
+        unsure = ~hidden & ((scores.abs() <= off) | over)
+        absent = hidden | ((scores <= 0) & ~unsure)
+        g = g.masked_fill(absent, 0)
+        self.dweights["noise"][run] = (g.abs() * off + (g_noise * (relu + off)).masked_fill(absent, 0)).sum(-1)
         self.dweights["squares"][run] = (g * relu).square().sum(-1)
         self.dweights["total"][run] = (g.abs() * products).sum(-1)
         # Terms that are there, and those that may be there or not.
-        term = (g * w).masked_fill(hidden | (scores <= 0), 0)
-        open_ = (g * w).abs().masked_fill(hidden | ((scores.abs() > off) & ~over), 0)
+        term = (g * w).masked_fill(scores <= 0, 0)
+        open_ = (g * w).abs().masked_fill(~unsure, 0)
         w = w.abs().nan_to_num(0, 0, 0)
-        noise = open_ + (g_noise * w).masked_fill(hidden | (scores < -off), 0)
-        noise = noise + (TINY * (1 + w)).masked_fill(hidden, 0)
+        noise = open_ + (g_noise * w).masked_fill(absent, 0) + (TINY * (1 + w)).masked_fill(hidden, 0)
+        # Weights may come before or after the sums, and what arrives is rounded to bf16, which may be infinite.
+        seen = g.abs().masked_fill(scores <= 0, 0)
+        large = overflows(seen, term) | (unsure & ~g.isfinite())
+        self.free["dq"][run] = large.any(-1, keepdim=True) | overflows(seen @ keys.abs())
+        self.free["dweights"][run] = (over | large).any(-1)
         # What is not finite reaches those that see it alone.
         q, keys = (t.masked_fill(~t.isfinite(), 0) for t in (q, keys))
-        g_squares, of_keys = (g * (scores > 0)).square(), keys.square().sum(-1)
+        g_squares, of_keys = seen.square(), keys.square().sum(-1)
         of_keys = of_keys if rows is None else of_keys[:, None]
-        g = g.expand_as(term)
         self.rounded["dq"].add(g, g_squares * of_keys * weights[:, :, None].square())
         self.rounded["dk"].add(term, term.square() * q.square().sum(-1, keepdim=True))
         self.rounded["dweights"].add(g, g_squares * relu.square())
@@ -153,11 +161,11 @@ class _GradientSums:
             else:
                 self.dk[name].index_add_(0, rows.flatten(), (of_scores.mT @ queries).flatten(0, 1))
         # Sums in memory round what is below the normal numbers to 0, term by term.
-        terms = TINY * visible.double()
-        if rows is None:
-            self.dk["noise"] += terms.sum(0)[:, None]
-        else:
-            self.dk["noise"].index_add_(0, rows.flatten(), terms.flatten()[:, None].expand(-1, q.shape[2]))
+        for total, terms in ((self.dk["noise"], TINY * visible.double()), (self.free["dk"], large.any(1).double())):
+            if rows is None:
+                total += terms.sum(0)[:, None]
+            else:
+                total.index_add_(0, rows.flatten(), terms.flatten()[:, None].expand(-1, total.shape[1]))
 
     def expected(self, dq: Tensor, dk: Tensor, dweights: Tensor, unsure: "_Unsure") -> list[Expected]:
         result = []
@@ -165,7 +173,7 @@ class _GradientSums:
             total = sums["total"][: len(value)]
             noise = sums["noise"][: len(value)] + SUM_OF_PRODUCTS * total
             count = self.rounded[name].count
-            free = overflows(total) | self.free if name == "dweights" else overflows(total)
+            free = overflows(total) | (self.free[name][: len(value)] > 0)
             free = free | (unsure.keys if name == "dk" else unsure.queries.view(-1, *(1,) * (value.dim() - 1)))
             result.append(gradient(name, value, noise, sums["squares"][: len(value)], free, count))
         return result
@@ -265,7 +273,9 @@ def _loss(
         .sum(-1)
     )
     dscores_off = (q_off + target_off).masked_fill(~counts, 0)
-    free = overflows(largest[..., 0], total[..., 0]) if scores.shape[-1] else torch.zeros_like(loss, dtype=torch.bool)
+    # Masses may be divided by their sum before or after they are multiplied.
+    products = (mass * scores.masked_fill(~counts, 0).abs()).sum(-1)
+    free = overflows(largest[..., 0], total[..., 0], products) if scores.shape[-1] else torch.zeros_like(loss).bool()
     if row_weights is not None:
         loss_off = loss_off * row_weights.abs() + FP32_ELEMENTWISE * loss.abs()
         dscores_off = dscores_off * row_weights.abs()[:, None]
