@@ -90,8 +90,9 @@ def indexer_logits_bwd(
         reaches_keys = visible.mT.to(dtype) @ (~weighted.isfinite()).any(1).to(dtype) > 0
         finite_weighted, finite_keys = (x.masked_fill(~x.isfinite(), 0) for x in (weighted, chunk_keys))
         scores = chunk_q @ chunk_keys.mT  # [s, Hi, S_kv]
-        dlogit = dlogits[run, None].masked_fill(~visible[:, None] | (scores <= 0), 0)
-        dweights[run] = (dlogit * scores.relu()).sum(-1).masked_fill(reaches_q.any(1, keepdim=True), torch.nan)
+        absent = ~visible[:, None] | (scores <= 0)
+        dlogit, scores = dlogits[run, None].masked_fill(absent, 0), scores.masked_fill(absent, 0)
+        dweights[run] = (dlogit * scores).sum(-1).masked_fill(reaches_q.any(1, keepdim=True), torch.nan)
         dq_unweighted = (dlogit @ finite_keys).masked_fill(reaches_q[:, None], torch.nan)
         dq[run] = dq_unweighted * weight
         dk += (dlogit.flatten(0, 1).mT @ finite_weighted.flatten(0, 1)).masked_fill(reaches_keys, torch.nan)
@@ -179,10 +180,11 @@ def indexer_scores_bwd(
         nothing = hidden.all(2, keepdim=True)
         chunk_q, weight = (x.to(dtype).masked_fill(nothing, 0) for x in (q[run], weights[run, :, None]))
         products = chunk_q @ keys.mT  # [s, Hi, K]
-        dscore = dscores[run, None].masked_fill(hidden | (products <= 0), 0)
+        absent = hidden | (products <= 0)
+        dscore, products = dscores[run, None].masked_fill(absent, 0), products.masked_fill(absent, 0)
         # What is not finite reaches those that list it by a product with 0 too.
         reaches_q = ~keys.isfinite().all(2).all(1, keepdim=True)
-        dweights[run] = (dscore * products.relu()).sum(-1).masked_fill(reaches_q, torch.nan)
+        dweights[run] = (dscore * products).sum(-1).masked_fill(reaches_q, torch.nan)
         dq[run] = dscore @ keys * weight
         dk.index_add_(0, rows[run].flatten(), (dscore.mT @ (chunk_q * weight)).flatten(0, 1))
     return dq, dk[:-1].to(k.dtype), dweights

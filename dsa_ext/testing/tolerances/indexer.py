@@ -137,7 +137,7 @@ class _GradientSums:
         self.dweights["squares"][run] = (g * relu).square().sum(-1)
         self.dweights["total"][run] = (g.abs() * products).sum(-1)
         # Terms that are there, and those that may be there or not.
-        term = (g * w).masked_fill(scores <= 0, 0)
+        term = (g * w).masked_fill(hidden | (scores <= 0), 0)
         open_ = (g * w).abs().masked_fill(~unsure, 0)
         w = w.abs().nan_to_num(0, 0, 0)
         noise = open_ + (g_noise * w).masked_fill(absent, 0) + (TINY * (1 + w)).masked_fill(hidden, 0)
