@@ -36,8 +36,7 @@ struct SharedStorage {
     Bf16 out[kGroups][kBlock * kColumns];
     float partial_out[kGroups - 1][kBlock * kColumns / kWarpgroupThreads][kWarpgroupThreads];
   };
-  float2 row_sums[kGroups][kBlock];                           // of a shared item: offset and sum
-  float2 large_rows[kGroups][kBlock];                         // offset, logarithm of the sum
+  float2 row_sums[kGroups][kBlock];                           // of a shared item: top and sum
   float column_sums[kGroups][2][kWarpsPerWarpgroup][kBlock];  // of tiles in turn
   uint64_t full[kSlots], empty[kSlots], queries_full[kGroups], queries_empty[kGroups];
 };
@@ -83,28 +82,23 @@ __device__ __forceinline__ void copy(SharedStorage<kColumns>& shared, const Para
   }
 }
 
-// In units of log 2: from here on the rounding of an offset or an lse would show in probabilities.
-inline constexpr float kLargeLse = 0x1p10f;
-
-// Exponentials of a row, in units of log 2, relative to the largest so far, or to one of before as long as fp32 bears
-// it.
+// Exponentials of a row relative to its largest score so far, or to one of before as long as fp32 bears it.
 struct RowSum {
-  float offset = std::numeric_limits<float>::lowest(), sum = 0.f;
+  float top = std::numeric_limits<float>::lowest(), sum = 0.f;
 
-  __device__ __forceinline__ void move_offset(float next) {
-    sum *= exp2_fast(offset - next);
-    offset = next;
+  __device__ __forceinline__ void move_top(float next, float scale_log2) {
+    sum *= exp2_fast((top - next) * scale_log2);
+    top = next;
   }
-  __device__ __forceinline__ void add(RowSum other) {
-    const float next = fmaxf(offset, other.offset);
-    move_offset(next);
-    other.move_offset(next);
+  __device__ __forceinline__ void add(RowSum other, float scale_log2) {
+    const float next = fmaxf(top, other.top);
+    move_top(next, scale_log2);
+    other.move_top(next, scale_log2);
     sum += other.sum;
   }
-  __device__ __forceinline__ void add_lane(int mask) {
-    add({__shfl_xor_sync(~0u, offset, mask), __shfl_xor_sync(~0u, sum, mask)});
+  __device__ __forceinline__ void add_lane(int mask, float scale_log2) {
+    add({__shfl_xor_sync(~0u, top, mask), __shfl_xor_sync(~0u, sum, mask)}, scale_log2);
   }
-  __device__ __forceinline__ bool is_ordinary() const { return fabsf(offset) <= kLargeLse; }  // and set
 };
 
 // Adds what the lane across has; each keeps one half of the 2 kHalf columns.
@@ -176,34 +170,39 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       }
     }
   };
-  // fmaf does not round the product of a score and the scale, as an offset has been: relative to a large one, the
-  // largest exponential would not be 1, but overflow or be lost.
-  const auto exponential = [&](int i, float base) { return exp2_fast(fmaf(r_s(i), p.scale_log2, base)); };
-  const auto relative_to = [&](int i, float offset) { return __fsub_rn(__fmul_rn(r_s(i), p.scale_log2), offset); };
-  // Adds the scores of a tile to the rows' sums.
+  const auto sums_of_rows = [&](const auto& exponential, float (&sums)[2]) {
+#pragma unroll
+    for (int i = 0; i < r_s.size(); i += 2) {
+      const int r = i / 2 % 2;
+      const float sum = exponential(r_s(i), r) + exponential(r_s(i + 1), r);
+      sums[r] = i < 4 ? sum : sums[r] + sum;
+    }
+  };
+  // Adds the scores of a tile to the rows' sums. The difference to a row's top is taken before it is scaled, or by a
+  // multiply-add, which rounds once and needs no top of this tile, as long as the scaled top is not large; what that is
+  // off by its own rounding is a factor.
   const auto add_scores = [&](RowSum(&rows)[2]) {
     constexpr float kLimit = 0x1p40f;
-    if (rows[0].is_ordinary() && rows[1].is_ordinary()) {
-      float sums[2];
-#pragma unroll
-      for (int i = 0; i < r_s.size(); i += 2) {
-        const float base = -rows[i / 2 % 2].offset, sum = exponential(i, base) + exponential(i + 1, base);
-        sums[i / 2 % 2] = i < 4 ? sum : sums[i / 2 % 2] + sum;
-      }
+    float sums[2], base[2];
+    for (int r = 0; r < 2; ++r) base[r] = __fmul_rn(-rows[r].top, p.scale_log2);
+    if (rows[0].sum > 0.f && rows[1].sum > 0.f && fmaxf(fabsf(base[0]), fabsf(base[1])) <= kLargeScore) {
+      sums_of_rows([&](float score, int r) { return exp2_fast(fmaf(score, p.scale_log2, base[r])); }, sums);
       if (sums[0] <= kLimit && sums[1] <= kLimit) {
-        rows[0].sum += sums[0], rows[1].sum += sums[1];
+        for (int r = 0; r < 2; ++r) {
+          rows[r].sum = fmaf(sums[r], exp2_fast(-fmaf(rows[r].top, p.scale_log2, base[r])), rows[r].sum);
+        }
         return;
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float best = -INFINITY;
+      float best = rows[r].top;
 #pragma unroll
       for (int i = 2 * r; i < r_s.size(); i += 4) best = fmaxf(best, fmaxf(r_s(i), r_s(i + 1)));
-      rows[r].move_offset(fmaxf(rows[r].offset, best * p.scale_log2));
+      rows[r].move_top(best, p.scale_log2);
     }
-#pragma unroll
-    for (int i = 0; i < r_s.size(); ++i) rows[i / 2 % 2].sum += exp2_fast(relative_to(i, rows[i / 2 % 2].offset));
+    sums_of_rows([&](float score, int r) { return exp2_fast((score - rows[r].top) * p.scale_log2); }, sums);
+    for (int r = 0; r < 2; ++r) rows[r].sum += sums[r];
   };
   const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
   uint32_t queries_parity = 0;
@@ -233,42 +232,30 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     if (lane == 0) arrive(&shared.queries_empty[group]);
 
     const int first_row = warp * 16 + lane / 4, block = item.block(group);
-    for (RowSum& row : rows) row.add_lane(1), row.add_lane(2);
+    for (RowSum& row : rows) row.add_lane(1, p.scale_log2), row.add_lane(2, p.scale_log2);
     if (thread == 0) tma_store_wait_read();  // long done: of the last item
     if (item.is_shared) {
       if (lane % 4 == 0) {
-        for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = {rows[r].offset, rows[r].sum};
+        for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = {rows[r].top, rows[r].sum};
       }
       sync_groups();
       for (int r = 0; r < 2; ++r) {
         rows[r] = {};
         for (const auto& sums : shared.row_sums) {
           const float2 part = sums[first_row + 8 * r];
-          rows[r].add({part.x, part.y});
+          rows[r].add({part.x, part.y}, p.scale_log2);
         }
       }
     }
     const int64_t head_row = static_cast<int64_t>(item.batch) * p.heads + item.head;
     const bool is_writer = !item.is_shared || group == 0;
-    // Exponents of probabilities are scores less lse; what stands behind the last query has none. A large lse, whose
-    // rounding would show in them, is subtracted in two parts.
-    float lse[2], log_sums[2];
-    bool is_large[2];
+    float log_sums[2];  // in units of log 2; what stands behind the last query has no weight
     for (int r = 0; r < 2; ++r) {
       const int query = block * kBlock + first_row + 8 * r;
-      log_sums[r] = log2_fast(rows[r].sum);
-      lse[r] = log_of_sum(rows[r].offset, log_sums[r]);
-      if (is_writer && lane % 4 == 0 && query < p.seq_q) p.lse[head_row * p.seq_q + query] = lse[r] * kLn2;
-      is_large[r] = !(fabsf(lse[r]) <= kLargeLse);
-      if (query >= p.seq_q) lse[r] = log_sums[r] = INFINITY;
-      if (is_large[r]) lse[r] = 0.f;
-    }
-    const bool any_large = __any_sync(~0u, is_large[0] || is_large[1]);
-    if (any_large) {
-      for (int r = 0; r < 2; ++r) {
-        if (lane % 4 == 0) shared.large_rows[group][first_row + 8 * r] = {rows[r].offset, log_sums[r]};
+      log_sums[r] = query < p.seq_q ? log2_fast(rows[r].sum) : INFINITY;
+      if (is_writer && lane % 4 == 0 && query < p.seq_q) {
+        p.lse[head_row * p.seq_q + query] = log_of_sum(rows[r].top * p.scale_log2, log_sums[r]) * kLn2;
       }
-      __syncwarp();
     }
 
     const float query_share = 1.f / min(kBlock, p.seq_q - block * kBlock);
@@ -283,17 +270,11 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
         continue;
       }
       score(tile);
-      if (any_large) {
-        const float2* s_rows = shared.large_rows[group] + first_row;
-        const float inverse = 1.f / p.scale_log2;
 #pragma unroll
-        for (int i = 0; i < r_s.size(); ++i) {
-          const float2 row = s_rows[i / 2 % 2 * 8];
-          if (is_large[i / 2 % 2]) r_s(i) = (relative_to(i, row.x) - row.y) * inverse;
-        }
+      for (int i = 0; i < r_s.size(); ++i) {
+        const int r = i / 2 % 2;
+        r_s(i) = exp2_fast(fmaf(r_s(i) - rows[r].top, p.scale_log2, -log_sums[r]));
       }
-#pragma unroll
-      for (int i = 0; i < r_s.size(); ++i) r_s(i) = exponential(i, -lse[i / 2 % 2]);
       float columns[kBlock / 4];
 #pragma unroll
       for (int i = 0; i < r_s.size(); i += 4) {

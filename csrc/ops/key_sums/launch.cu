@@ -28,33 +28,46 @@ __global__ void __launch_bounds__(kThreads) round_sums_kernel(const __grid_const
   static_cast<uint4*>(p.result)[piece] = {pair(0), pair(2), pair(4), pair(6)};
 }
 
-// One thread for each place between two sorted slots: the keys that begin there. Where those are many, all threads of
-// the block share them. Also clears the counters of parts, which are fewer than places.
+constexpr int kPlaces = 4;  // of one thread
+
+// For each place between two sorted slots: the keys that begin there. Where those are many, all threads of the block
+// share them. Also clears the counters of parts.
 __global__ void __launch_bounds__(kThreads)
-    key_starts_kernel(const __grid_constant__ Params p, int slots, unsigned counters) {
-  constexpr int kFew = 32;
+    key_starts_kernel(const __grid_constant__ Params p, unsigned slots, unsigned counters) {
+  constexpr unsigned kFew = 32;
   struct Gap {
-    int64_t first, last;
-    int place;
+    unsigned first, end, place;
   };
-  __shared__ Gap s_gaps[kThreads];
+  __shared__ Gap s_gaps[kPlaces * kThreads];
   __shared__ int s_count;
   if (threadIdx.x == 0) s_count = 0;
-  __syncthreads();
-  const int i = blockIdx.x * kThreads + threadIdx.x;
-  if (i < counters) p.parts_done[i] = 0;
-  if (i <= slots) {
-    const int64_t first = i > 0 ? int64_t{p.slot_keys[1][i - 1]} + 1 : 0, last = i < slots ? p.slot_keys[1][i] : p.keys;
-    if (last - first < kFew) {
-      for (int64_t key = first; key <= last; ++key) p.key_starts[key] = i;
+  for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < counters; i += gridDim.x * kThreads) p.parts_done[i] = 0;
+  Gap gaps[kPlaces];
+#pragma unroll
+  for (int i = 0; i < kPlaces; ++i) {
+    const unsigned place = (blockIdx.x * kPlaces + i) * kThreads + threadIdx.x;
+    const unsigned first = place > 0 && place <= slots ? __ldg(p.slot_keys[1] + place - 1) + 1 : 0;
+    const unsigned last = place < slots ? __ldg(p.slot_keys[1] + place) : unsigned(p.keys);
+    gaps[i] = {first, place <= slots ? last + 1 : 0, place};
+  }
+  bool are_many = false;
+#pragma unroll
+  for (const auto& [first, end, place] : gaps) {
+    if (first + kFew < end) {
+      are_many = true;
     } else {
-      s_gaps[atomicAdd(&s_count, 1)] = {first, last, i};
+      for (unsigned key = first; key < end; ++key) p.key_starts[key] = place;
     }
   }
+  if (!__syncthreads_or(are_many)) return;
+#pragma unroll
+  for (const Gap& gap : gaps) {
+    if (gap.first + kFew < gap.end) s_gaps[atomicAdd(&s_count, 1)] = gap;
+  }
   __syncthreads();
-  for (int gap = 0; gap < s_count; ++gap) {
-    const auto [first, last, place] = s_gaps[gap];
-    for (int64_t key = first + threadIdx.x; key <= last; key += kThreads) p.key_starts[key] = place;
+  for (int i = 0; i < s_count; ++i) {
+    const auto [first, end, place] = s_gaps[i];
+    for (unsigned key = first + threadIdx.x; key < end; key += kThreads) p.key_starts[key] = place;
   }
 }
 
@@ -197,8 +210,9 @@ const char* sum_rows(const Params& p, int slots, bool is_first, bool is_last, vo
   if (sorted != cudaSuccess) return cudaGetErrorString(sorted);
   const int row_pieces = p.columns / kColumns, rows_of_block = std::max(1, kThreads / row_pieces);
   const unsigned parts = max_parts(slots);
-  const char* error = sm90::launch_kernel<key_starts_kernel>(p.device, blocks_of(slots + 1, kThreads), kThreads, 0,
-                                                             stream, p, slots, parts * row_pieces);
+  const char* error = sm90::launch_kernel<key_starts_kernel>(p.device, blocks_of(slots + 1, kPlaces * kThreads),
+                                                             kThreads, 0, stream, p, unsigned(slots),
+                                                             parts * row_pieces);
   if (error != nullptr) return error;
   const dim3 block(row_pieces, rows_of_block);
   error = sm90::launch_kernel<sum_rows_kernel>(p.device, blocks_of(p.keys, rows_of_block), block, 0, stream, p,
