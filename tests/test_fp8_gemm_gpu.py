@@ -103,6 +103,15 @@ def test_layouts() -> None:
             assert torch.equal(dsa_ext.fp8_gemm(*other), expected)
 
 
+@pytest.mark.parametrize("rows", [40, 200])
+def test_rows_that_overlap(rows: int) -> None:
+    """Few rows, and many, which the library multiplies."""
+    a, a_s, b, b_s = make(rows, 256, 1024)
+    for step in (0, 128, 512):
+        check((a, a_s, b.as_strided(b.shape, (step, 1)), b_s))
+        check((a.as_strided(a.shape, (step, 1)), a_s, b, b_s))
+
+
 def test_nan_stays_in_its_row() -> None:
     for rows in (5, 100):
         a, a_s, b, b_s = make(rows, 256, 640)

@@ -42,9 +42,10 @@ def _cpu(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
 
 
 def _many_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
-    """cuBLASLt's product, which wants rows of a in fours, and scales in layouts of its own."""
+    """cuBLASLt's product, which wants rows of a in fours, none that overlap, and scales in layouts of its own."""
     if not _LIBRARY_IS_THERE:
         return a.new_empty(0)
+    a, b = (x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous() for x in (a, b))
     rows, missing = a.shape[0], -a.shape[0] % 4
     if missing:
         a = pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)

@@ -37,6 +37,7 @@ struct SharedStorage {
     float partial_out[kGroups - 1][kBlock * kColumns / kWarpgroupThreads][kWarpgroupThreads];
   };
   float2 row_sums[kGroups][kBlock];                           // of a shared item: top and sum
+  float large_tops[kGroups][kBlock];                          // what scores of some warps are reduced by
   float column_sums[kGroups][2][kWarpsPerWarpgroup][kBlock];  // of tiles in turn
   uint64_t full[kSlots], empty[kSlots], queries_full[kGroups], queries_empty[kGroups];
 };
@@ -81,6 +82,9 @@ __device__ __forceinline__ void copy(SharedStorage<kColumns>& shared, const Para
     for (int tile = 0; tile < p.kv_blocks; ++tile) send(k_map, tile), send(v_map, tile);
   }
 }
+
+// In units of log 2: from here on the rounding of a log-sum-exp would show in probabilities.
+inline constexpr float kLargeLse = 0x1p10f;
 
 // Exponentials of a row relative to its largest score so far, or to one of before as long as fp32 bears it.
 struct RowSum {
@@ -178,19 +182,16 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       sums[r] = i < 4 ? sum : sums[r] + sum;
     }
   };
-  // Adds the scores of a tile to the rows' sums. The difference to a row's top is taken before it is scaled, or by a
-  // multiply-add, which rounds once and needs no top of this tile, as long as the scaled top is not large; what that is
-  // off by its own rounding is a factor.
+  // Adds the scores of a tile to the rows' sums. The difference to a row's top is taken before it is scaled; or where
+  // the scaled top is not large, so that its rounding does not matter, by a multiply-add, without a look for a new top.
   const auto add_scores = [&](RowSum(&rows)[2]) {
     constexpr float kLimit = 0x1p40f;
     float sums[2], base[2];
-    for (int r = 0; r < 2; ++r) base[r] = __fmul_rn(-rows[r].top, p.scale_log2);
-    if (rows[0].sum > 0.f && rows[1].sum > 0.f && fmaxf(fabsf(base[0]), fabsf(base[1])) <= kLargeScore) {
+    for (int r = 0; r < 2; ++r) base[r] = -rows[r].top * p.scale_log2;
+    if (rows[0].sum > 0.f && rows[1].sum > 0.f && fmaxf(fabsf(base[0]), fabsf(base[1])) <= kLargeLse) {
       sums_of_rows([&](float score, int r) { return exp2_fast(fmaf(score, p.scale_log2, base[r])); }, sums);
       if (sums[0] <= kLimit && sums[1] <= kLimit) {
-        for (int r = 0; r < 2; ++r) {
-          rows[r].sum = fmaf(sums[r], exp2_fast(-fmaf(rows[r].top, p.scale_log2, base[r])), rows[r].sum);
-        }
+        rows[0].sum += sums[0], rows[1].sum += sums[1];
         return;
       }
     }
@@ -202,7 +203,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       rows[r].move_top(best, p.scale_log2);
     }
     sums_of_rows([&](float score, int r) { return exp2_fast((score - rows[r].top) * p.scale_log2); }, sums);
-    for (int r = 0; r < 2; ++r) rows[r].sum += sums[r];
+    rows[0].sum += sums[0], rows[1].sum += sums[1];
   };
   const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
   uint32_t queries_parity = 0;
@@ -249,13 +250,24 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     }
     const int64_t head_row = static_cast<int64_t>(item.batch) * p.heads + item.head;
     const bool is_writer = !item.is_shared || group == 0;
-    float log_sums[2];  // in units of log 2; what stands behind the last query has no weight
+    // Exponents of probabilities, in units of log 2, are scaled scores less lse. Where that is large for a row, the
+    // warp's scores are reduced by the rows' tops before they are scaled.
+    float lse[2];
     for (int r = 0; r < 2; ++r) {
       const int query = block * kBlock + first_row + 8 * r;
-      log_sums[r] = query < p.seq_q ? log2_fast(rows[r].sum) : INFINITY;
-      if (is_writer && lane % 4 == 0 && query < p.seq_q) {
-        p.lse[head_row * p.seq_q + query] = log_of_sum(rows[r].top * p.scale_log2, log_sums[r]) * kLn2;
+      lse[r] = log_of_sum(rows[r].top * p.scale_log2, log2_fast(rows[r].sum));
+      if (is_writer && lane % 4 == 0 && query < p.seq_q) p.lse[head_row * p.seq_q + query] = lse[r] * kLn2;
+    }
+    const bool any_large = __any_sync(~0u, !(fmaxf(fabsf(lse[0]), fabsf(lse[1])) <= kLargeLse));
+    if (any_large) {
+      for (int r = 0; r < 2; ++r) {
+        if (lane % 4 == 0) shared.large_tops[group][first_row + 8 * r] = rows[r].top;
+        lse[r] = log2_fast(rows[r].sum);
       }
+      __syncwarp();
+    }
+    for (int r = 0; r < 2; ++r) {
+      if (block * kBlock + first_row + 8 * r >= p.seq_q) lse[r] = INFINITY;  // what is behind has no weight
     }
 
     const float query_share = 1.f / min(kBlock, p.seq_q - block * kBlock);
@@ -270,11 +282,13 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
         continue;
       }
       score(tile);
+      if (any_large) {
+        const float* s_tops = shared.large_tops[group] + first_row;
 #pragma unroll
-      for (int i = 0; i < r_s.size(); ++i) {
-        const int r = i / 2 % 2;
-        r_s(i) = exp2_fast(fmaf(r_s(i) - rows[r].top, p.scale_log2, -log_sums[r]));
+        for (int i = 0; i < r_s.size(); ++i) r_s(i) -= s_tops[i / 2 % 2 * 8];
       }
+#pragma unroll
+      for (int i = 0; i < r_s.size(); ++i) r_s(i) = exp2_fast(fmaf(r_s(i), p.scale_log2, -lse[i / 2 % 2]));
       float columns[kBlock / 4];
 #pragma unroll
       for (int i = 0; i < r_s.size(); i += 4) {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.testing.tolerances import attention, indexer, mixing
+from dsa_ext.testing.tolerances import attention, attention_gradients, indexer, mixing
 from dsa_ext.testing.tolerances.limits import (
     FP8_SIMILARITY,
     FP32_SIMILARITY,
@@ -40,10 +40,8 @@ __all__ = [
 _JUDGED: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
     name: getattr(module, name)
     for module, names in (
-        (
-            attention,
-            "sparse_mla_fwd sparse_mla_bwd attn_dist block_sparse_attn_fwd block_sparse_attn_bwd coarse_attn_fwd",
-        ),
+        (attention, "sparse_mla_fwd attn_dist block_sparse_attn_fwd coarse_attn_fwd"),
+        (attention_gradients, "sparse_mla_bwd block_sparse_attn_bwd"),
         (
             indexer,
             "indexer_logits indexer_logits_bwd indexer_scores indexer_scores_bwd indexer_loss indexer_dense_loss",

@@ -25,15 +25,12 @@ from dsa_ext.testing.tolerances.limits import (
     HUGE,
     LSE_ABSOLUTE,
     LSE_RELATIVE,
-    LSE_UNITS,
-    LSE_UNITS_OF_WIDE,
     SUM_OF_PRODUCTS,
     TINY,
-    WIDE,
     Expected,
     Rounded,
-    gradient,
     overflows,
+    units_of_lse,
     wide,
 )
 
@@ -53,7 +50,7 @@ def scores_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Scores:
     products = (q.abs() @ keys.abs().mT).masked_fill(~visible, 0)
     free = overflows(products * max(1.0, 2 * abs(scale))).any(-1)
     largest = q.abs().amax(-1)[..., None] * keys.abs().amax(-1)[..., None, :]
-    units = torch.where(largest * q.shape[-1] > WIDE * products, LSE_UNITS_OF_WIDE, LSE_UNITS)
+    units = units_of_lse((largest * q.shape[-1] / products).nan_to_num(0, 0, 0))
     products = products.masked_fill(scores == -torch.inf, 0)  # an infinite key's, too, has no weight, whatever it is
     return Scores(
         scores=scores,
@@ -177,7 +174,7 @@ class Parts:
             tensor[place] = form(getattr(other, name))
 
 
-def _scale(args: dict[str, Any]) -> float:
+def scale_of(args: dict[str, Any]) -> float:
     return float(args["q"].shape[-1] ** -0.5 if args["sm_scale"] is None else args["sm_scale"])
 
 
@@ -186,17 +183,17 @@ def _scale(args: dict[str, Any]) -> float:
 _POSITIONS = ("causal", "q_start", "kv_stride", "topk_length")
 
 
-def _visible(args: dict[str, Any]) -> Tensor:
+def visible_slots(args: dict[str, Any]) -> Tensor:
     return sparse_mla.visible_slots(args["indices"], args["kv"].shape[1], *(args[name] for name in _POSITIONS))
 
 
 def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
     q, kv, indices, d_v, sink = (args[name] for name in ("q", "kv", "indices", "d_v", "attn_sink"))
-    scale = _scale(args)
+    scale = scale_of(args)
     out, lse = reference.sparse_mla_fwd(**args)
     parts, rounded = Parts.empty(out.shape, lse.shape, out), Rounded(q.device)
-    for chunk in sparse_mla.chunks(q, kv, indices, _visible(args)):
+    for chunk in sparse_mla.chunks(q, kv, indices, visible_slots(args)):
         s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
         of_chunk = Parts.of(s, chunk.keys[..., :d_v], chunk.visible)
         _add_probabilities(rounded, s.p, chunk.keys[..., :d_v])
@@ -217,7 +214,7 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
 def attn_dist(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
     q, kv, indices, lse = (args[name] for name in ("q", "kv", "indices", "lse"))
-    visible, scale = _visible(args), _scale(args)
+    visible, scale = visible_slots(args), scale_of(args)
     value = reference.attn_dist(**args)
     group_heads = q.shape[2] // kv.shape[2]
     step = sparse_mla.HEADS_PER_BLOCK if args["per_head_block"] else max(1, group_heads)
@@ -251,122 +248,6 @@ def attn_dist(args: dict[str, Any]) -> list[Expected]:
     return [Expected("p", value, bound=noise, noise=noise, similarity=FP32_SIMILARITY, free=free, loose=loose)]
 
 
-@dataclass
-class ScoreGradients:
-    """Of scores [.., n, K], given each row's dout, the sum that is taken from dP, and lse."""
-
-    p: Tensor
-    p_noise: Tensor
-    ds: Tensor
-    ds_noise: Tensor
-    free: Tensor  # [.., n]
-
-
-def score_gradients(
-    s: Scores, values: Tensor, dout: Tensor, dout_noise: Tensor, delta: Tensor, delta_noise: Tensor, lse: Tensor,
-    scale: float,
-) -> ScoreGradients:  # fmt: skip
-    lse, delta, delta_noise = (t[..., None] for t in (lse, delta, delta_noise))
-    log_p = s.scores - sparse_mla.raised(lse.masked_fill(lse == -torch.inf, 0))
-    log_p = log_p.masked_fill(lse == -torch.inf, -torch.inf)
-    p = log_p.exp()
-    p_noise = spread(log_p, s.noise + 2 * FP32_RESOLUTION * lse.abs().nan_to_num(0, 0, 0)) + TINY * (p > 0)
-    # A large lse is raised so far that no p is more than 1.
-    p_noise = torch.where((lse.abs() > sparse_mla.LARGE_LSE) & (p <= 1), p_noise.clamp(max=1), p_noise)
-    dp, products = dout @ values.mT, dout.abs() @ values.abs().mT
-    change = dp - delta
-    weights = p + p_noise
-    noise = (
-        weights * (SUM_OF_PRODUCTS * products + dout_noise @ values.abs().nan_to_num(0, 0, 0).mT + delta_noise)
-        + p_noise * change.abs()
-    )
-    # Weights that are exactly 0 stay so.
-    ds, noise = (torch.where(log_p == -torch.inf, 0, t) for t in (p * change, noise))
-    over = overflows(products, delta, ds, ds * scale, weights * products) | (log_p.isfinite() & ~(weights <= HUGE))
-    visible = s.scores > -torch.inf
-    free = s.free | (over & (visible | s.scores.isnan())).any(-1)
-    return ScoreGradients(p, p_noise, ds * scale, abs(scale) * (noise + TINY * (p > 0)) + TINY * (p > 0), free)
-
-
-def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
-    args = wide(args)
-    args.pop("deterministic")
-    d_v = args.pop("d_v")
-    q, kv, indices, dout, out, lse = (args[name] for name in ("q", "kv", "indices", "dout", "out", "lse"))
-    sink, dlse, scale, visible = args["attn_sink"], args["dlse"], _scale(args), _visible(args)
-    dq, dkv, d_sink = reference.sparse_mla_bwd(**args)
-
-    share = sparse_mla.share_beside_sink(lse, sink)
-    share_noise = share * (1 - share) * FP32_RESOLUTION * (16 + 4 * lse.abs().nan_to_num(0, 0, 0))
-    products, delta = (dout * out).abs().sum(-1), (dout * out).sum(-1)
-    # fp32 rounds small shares to 0.
-    vanishing = 0.0 if sink is None else TINY
-    delta_noise = share * SUM_OF_PRODUCTS * products + (share_noise + vanishing) * delta.abs()
-    delta_of_scores = share * delta
-    if dlse is not None:
-        delta_of_scores = delta_of_scores - dlse
-        delta_noise = delta_noise + FP32_RESOLUTION * dlse.abs()
-    upstream, upstream_noise = share[..., None] * dout, vanishing * dout.abs().nan_to_num(0, 0, 0)
-
-    dq_noise, dq_squares, dq_total = (torch.zeros_like(dq) for _ in range(3))
-    free = torch.zeros_like(lse, dtype=torch.bool)
-    batch, s_kv, groups, dim = kv.shape
-    keys_of = (batch * (s_kv + 1) * groups, dim)
-    dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms = (q.new_zeros(keys_of) for _ in range(5))
-    for chunk in sparse_mla.chunks(q, kv, indices, visible):
-        run, heads_of = chunk.queries, chunk.q.shape[2:4]
-        do, do_noise, delta_c, noise_c, lse_c = (
-            t[:, run].unflatten(2, heads_of) for t in (upstream, upstream_noise, delta_of_scores, delta_noise, lse)
-        )
-        s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
-        g = score_gradients(s, chunk.keys[..., :d_v], do, do_noise, delta_c, noise_c, lse_c, scale)
-        keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
-        dq_noise[:, run] = (g.ds_noise @ keys).flatten(2, 3)
-        dq_squares[:, run] = (g.ds.square() @ keys.square()).flatten(2, 3)
-        dq_total[:, run] = (g.ds.abs() @ keys).flatten(2, 3)
-        free[:, run] = g.free.flatten(2, 3)
-        rows = chunk.rows.flatten()
-
-        def onto_keys(total: Tensor, of_scores: Tensor, of_p: Tensor, queries: Tensor, do: Tensor) -> None:
-            part = of_scores.mT @ queries
-            part[..., :d_v] += of_p.mT @ do
-            total.index_add_(0, rows, part.flatten(0, 3))  # noqa: B023
-
-        onto_keys(dkv_noise, g.ds_noise, g.p_noise, queries, doa)
-        onto_keys(dkv_noise, torch.zeros_like(g.p), (g.p > 0).double(), queries, do_noise)
-        onto_keys(dkv_squares, g.ds.square(), g.p.square(), queries.square(), doa.square())
-        onto_keys(dkv_total, g.ds.abs(), g.p, queries, doa)
-        terms = chunk.visible[..., 0, :].double() * chunk.q.shape[3]
-        dkv_terms.index_add_(0, rows, terms.flatten()[:, None].expand(-1, dim))
-        # A row that has no finite score, but visible keys, counts as empty or not.
-        unsure = g.free | ((lse_c == -torch.inf) & chunk.visible.any(-1))
-        dkv_free.index_add_(
-            0, rows, (unsure.any(-1)[..., None] & chunk.visible[..., 0, :]).double().flatten()[:, None].expand(-1, dim)
-        )
-
-    def by_key(t: Tensor) -> Tensor:
-        return t.view(batch, s_kv + 1, groups, dim)[:, :s_kv]
-
-    dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms = map(
-        by_key, (dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms)
-    )
-    # Sums in memory round what is below the normal numbers to 0, term by term.
-    dkv_noise = dkv_noise + TINY * dkv_terms
-    expected = [
-        gradient("dq", dq, dq_noise + SUM_OF_PRODUCTS * dq_total, dq_squares, free[..., None] | overflows(dq_total)),
-        gradient(
-            "dkv", dkv, dkv_noise + SUM_OF_PRODUCTS * dkv_total, dkv_squares, (dkv_free > 0) | overflows(dkv_total)
-        ),
-    ]
-    if sink is None:
-        return [*expected, Expected("d_sink", d_sink, d_sink, d_sink, None)]
-    # 1 - share has the rounding of share.
-    noise = ((1 - share) * SUM_OF_PRODUCTS * products + (share_noise + FP32_RESOLUTION) * delta.abs()).sum((0, 1))
-    total = ((1 - share) * products).sum((0, 1))
-    noise = noise + SUM_OF_PRODUCTS * total
-    return [*expected, gradient("d_sink", d_sink, noise, torch.zeros_like(noise), overflows(total))]
-
-
 # ---- block-sparse and coarse attention
 
 #: What a sum of exp(score - maximum of the first blocks) may become in block_sparse_attn_fwd.
@@ -375,7 +256,7 @@ _LAG_OF_BLOCKS = 2.0**41
 
 def block_sparse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
-    q, scale = args["q"], _scale(args)
+    q, scale = args["q"], scale_of(args)
     out, lse = reference.block_sparse_attn_fwd(**args)
     count = block_sparse.blocks(q.shape[2])
     block = block_sparse.BLOCK
@@ -400,7 +281,7 @@ def block_sparse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
 def coarse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
     q, k, v = (args[name] for name in ("q", "k", "v"))
-    scale, block = _scale(args), block_sparse.BLOCK
+    scale, block = scale_of(args), block_sparse.BLOCK
     out, lse, scores = reference.coarse_attn_fwd(**args)
     parts, rounded = Parts.empty(out.shape, lse.shape, out), Rounded(q.device)
     noise, free = torch.zeros_like(scores), torch.zeros_like(scores, dtype=torch.bool)
@@ -417,88 +298,3 @@ def coarse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
         free[:, :, i] = s.free.any(-1).flatten(1, 2)[..., None]
     means = Expected("scores", scores, bound=noise, noise=noise, similarity=FP32_SIMILARITY, free=free)
     return [_output(out, parts, rounded), _lse(lse, parts), means]
-
-
-def _squares(terms: Tensor, rows: Tensor) -> Tensor:
-    """Of what a block's queries add to each key, `terms` [.., n, K] being rounded and then multiplied with `rows`
-    [.., n, D]: the sum of squares, or where all terms are equal, and so are their errors, the square of the sum."""
-    terms = terms.abs()
-    largest, least = terms.amax(-2), terms.masked_fill(terms == 0, torch.inf).amin(-2)
-    equal = largest - least <= BF16_ROUNDING**2 * largest
-    return torch.where(equal[..., None], (terms.mT @ rows).square(), terms.square().mT @ rows.square())
-
-
-def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
-    args = wide(args)
-    q, k, v, dout, out, lse = (args[name] for name in ("q", "k", "v", "dout", "out", "lse"))
-    dlse, scale = args["dlse"], _scale(args)
-    count, kv_blocks, block = block_sparse.blocks(q.shape[2]), block_sparse.blocks(k.shape[2]), block_sparse.BLOCK
-    dq, dk, dv = reference.block_sparse_attn_bwd(**args)
-
-    seen = lse != -torch.inf
-    delta = (dout * out).sum(-1)
-    delta_noise = SUM_OF_PRODUCTS * (dout * out).abs().sum(-1)
-    if dlse is not None:
-        delta, delta_noise = delta - dlse, delta_noise + FP32_RESOLUTION * dlse.abs()
-
-    def rows_of(t: Tensor) -> Tensor:
-        """[B, H, Nq] as [B, H, Mq, 64]; rows that see nothing have no part in anything."""
-        cut: Tensor = block_sparse.cut(t.where(seen, 0)[..., None], count)[..., 0]
-        return cut
-
-    takes_part = rows_of(torch.ones_like(lse)) > 0
-    empty = block_sparse.cut((~seen).double()[..., None], count)[..., 0] > 0
-    delta, delta_noise = rows_of(delta), rows_of(delta_noise)
-    row_lse = rows_of(lse).masked_fill(~takes_part, -torch.inf)
-    upstream = block_sparse.cut(dout.where(seen[..., None], 0), count)
-
-    of_q, of_k = (*q.shape[:2], count, block, q.shape[3]), (*k.shape[:2], kv_blocks + 1, block, k.shape[3])
-    dq_noise, dq_squares, dq_total = (q.new_zeros(of_q) for _ in range(3))
-    sums = {name: q.new_zeros(of_k) for name in ("dk", "dk2", "dk_total", "dv", "dv2", "dv_total", "free")}
-    free = torch.zeros(of_q[:-1], dtype=torch.bool, device=q.device)
-    lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
-    for chunk in block_sparse.chunks(q, k, v, *lists):
-        run = (slice(None), slice(None), chunk.queries)
-        do = upstream[run]
-        s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
-        g = score_gradients(
-            s, chunk.values, do, torch.zeros_like(do), delta[run], delta_noise[run], row_lse[run], scale
-        )
-        keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
-        dq_noise[run], dq_total[run] = g.ds_noise @ keys, g.ds.abs() @ keys
-        dq_squares[run] = g.ds.square() @ keys.square()
-        free[run] = g.free
-        unsure = (g.free | (empty[run] & chunk.visible.any(-1))).any(-1)[..., None] & chunk.visible[..., 0, :]
-        for name, part in (
-            ("dk", g.ds_noise.mT @ queries),
-            ("dk2", _squares(g.ds, queries)),
-            ("dk_total", g.ds.abs().mT @ queries),
-            ("dv", g.p_noise.mT @ doa),
-            ("dv2", _squares(g.p, doa)),
-            ("dv_total", g.p.mT @ doa),
-            ("free", unsure[..., None].double().expand(*unsure.shape, q.shape[3])),
-        ):
-            sums[name].flatten(0, 2).index_add_(0, chunk.rows.flatten(), part.reshape(-1, block, q.shape[3]))
-
-    def by_key(name: str) -> Tensor:
-        of_keys: Tensor = sums[name].flatten(2, 3)[:, :, : k.shape[2]]
-        return of_keys
-
-    def by_query(t: Tensor) -> Tensor:
-        return t.flatten(2, 3)[:, :, : q.shape[2]]
-
-    total = by_query(dq_total)
-    expected = [
-        gradient(
-            "dq",
-            dq,
-            by_query(dq_noise) + SUM_OF_PRODUCTS * total,
-            by_query(dq_squares),
-            by_query(free)[..., None] | overflows(total),
-        )
-    ]
-    for name, value in (("dk", dk), ("dv", dv)):
-        total = by_key(f"{name}_total")
-        over = (by_key("free") > 0) | overflows(total)
-        expected.append(gradient(name, value, by_key(name) + SUM_OF_PRODUCTS * total, by_key(f"{name}2"), over))
-    return expected

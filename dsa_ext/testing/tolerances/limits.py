@@ -21,14 +21,14 @@ GRADIENT_ELEMENTWISE = 0.04
 #: Of each element of an fp32 result, as a fraction of the terms that do not cancel in it; what may cancel adds noise.
 FP32_ELEMENTWISE = 1e-5
 FP32_RESOLUTION = 2.0**-23
-#: Of lse: max(LSE_ABSOLUTE, LSE_RELATIVE |lse|), plus LSE_UNITS * FP32_RESOLUTION * |sm_scale| * max_i sum_d |q_d k_id|
-#: over the row's visible keys: units in the last place of the largest value that a partial sum of q.k can take. They
-#: matter where products cancel to an lse near zero, in rows with a few visible keys, and where magnitudes are large.
+#: Of lse: max(LSE_ABSOLUTE, LSE_RELATIVE |lse|), plus units_of_lse * FP32_RESOLUTION * |sm_scale| times
+#: max_i sum_d |q_d k_id| over the row's visible keys, the largest value that a partial sum of q.k can take. It matters
+#: where products cancel to an lse near zero, in rows with a few visible keys, and where magnitudes are large.
 #: Tensor cores truncate each of D / 16 partial sums, so that the errors add up in one direction. In data of one
-#: magnitude these sums stay far below that of the magnitudes, of which one unit is enough. Where the largest product
-#: may exceed their mean WIDE times, and so a few that cancel may be larger than all others, up to 3.6 units were found
-#: in a million sums of which each step is truncated.
-LSE_ABSOLUTE, LSE_RELATIVE, LSE_UNITS, LSE_UNITS_OF_WIDE, WIDE = 1e-6, 3e-5, 1, 4, 64
+#: magnitude these sums stay far below that of the magnitudes, of which one unit is enough: there the largest product is
+#: at most WIDE / 2 times their mean. Beyond WIDE times a few that cancel may be larger than all others, and more units
+#: are needed, in 40000 simulated sums up to 6 where the largest is 400 times the mean, and 13 where it is 10000 times.
+LSE_ABSOLUTE, LSE_RELATIVE, WIDE, LSE_UNITS_OF_WIDEST = 1e-6, 3e-5, 48, 16
 #: What a sum of bf16 products in fp32, or of e4m3 products on tensor cores, may be off, as a fraction of the sum of
 #: their magnitudes: some units in the last place, since each partial sum is truncated.
 SUM_OF_PRODUCTS, SUM_OF_FP8_PRODUCTS = 8 * FP32_RESOLUTION, 2.0**-11
@@ -71,23 +71,30 @@ def effective_count(squares: Tensor) -> float:
 
 
 class Rounded:
-    """How much of the squares of all terms belongs to each number that is rounded to bf16, by a hash of it: equal
-    numbers have the same error, and count as one."""
+    """How much of the squares of all terms belongs to each number that is rounded to bf16, by a hash of its first bits:
+    numbers that are as close to one another have about the same error, and count as one."""
 
-    #: More different numbers than are needed to average out; and an odd number of 64 random bits.
-    _BITS, _FACTOR = 12, -0x61C8864680B583EB
+    #: More different numbers than are needed to average out; bits of a float64 that two numbers have to share, of which
+    #: 9 belong to the fraction; and an odd number of 64 random bits.
+    _BITS, _SHARED, _FACTOR = 12, 21, -0x61C8864680B583EB
 
     def __init__(self, device: torch.device) -> None:
         self.squares = torch.zeros(2**self._BITS, dtype=torch.float64, device=device)
 
     def add(self, numbers: Tensor, squares: Tensor) -> None:
-        places = numbers.abs().contiguous().view(torch.int64) * self._FACTOR >> (64 - self._BITS)
+        shared = numbers.abs().contiguous().view(torch.int64) >> (64 - self._SHARED)
+        places = shared * self._FACTOR >> (64 - self._BITS)
         squares = squares.nan_to_num(0, 0, 0).expand_as(numbers)
         self.squares.index_add_(0, (places & (2**self._BITS - 1)).flatten(), squares.flatten())
 
     @property
     def count(self) -> float:
         return max(1.0, effective_count(self.squares))
+
+
+def units_of_lse(largest_over_mean: Tensor) -> Tensor:
+    """In the last place of the sum of the magnitudes of products, by how far the largest may be above their mean."""
+    return torch.where(largest_over_mean <= WIDE, 1, (largest_over_mean / 16).clamp(max=LSE_UNITS_OF_WIDEST))
 
 
 @dataclass

@@ -1,0 +1,237 @@
+"""What the gradients of attention may differ by: see attention.py for scores and probabilities."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsa_ext import reference
+from dsa_ext.reference import block_sparse, sparse_mla
+from dsa_ext.testing.tolerances.attention import Scores, scale_of, scores_of, spread, visible_slots
+from dsa_ext.testing.tolerances.limits import (
+    BF16_ROUNDING,
+    FP32_RESOLUTION,
+    HUGE,
+    SUM_OF_PRODUCTS,
+    TINY,
+    Expected,
+    Rounded,
+    gradient,
+    overflows,
+    wide,
+)
+
+
+@dataclass
+class ScoreGradients:
+    """Of scores [.., n, K], given each row's dout, the sum that is taken from dP, and lse."""
+
+    p: Tensor
+    p_noise: Tensor
+    ds: Tensor
+    ds_noise: Tensor
+    free: Tensor  # [.., n]
+
+
+def score_gradients(
+    s: Scores, values: Tensor, dout: Tensor, dout_noise: Tensor, delta: Tensor, delta_noise: Tensor, lse: Tensor,
+    scale: float,
+) -> ScoreGradients:  # fmt: skip
+    lse, delta, delta_noise = (t[..., None] for t in (lse, delta, delta_noise))
+    log_p = s.scores - sparse_mla.raised(lse.masked_fill(lse == -torch.inf, 0))
+    log_p = log_p.masked_fill(lse == -torch.inf, -torch.inf)
+    p = log_p.exp()
+    p_noise = spread(log_p, s.noise + 2 * FP32_RESOLUTION * lse.abs().nan_to_num(0, 0, 0)) + TINY * (p > 0)
+    # A large lse is raised so far that no p is more than 1.
+    p_noise = torch.where((lse.abs() > sparse_mla.LARGE_LSE) & (p <= 1), p_noise.clamp(max=1), p_noise)
+    dp, products = dout @ values.mT, dout.abs() @ values.abs().mT
+    change = dp - delta
+    weights = p + p_noise
+    noise = (
+        weights * (SUM_OF_PRODUCTS * products + dout_noise @ values.abs().nan_to_num(0, 0, 0).mT + delta_noise)
+        + p_noise * change.abs()
+    )
+    # Weights that are exactly 0 stay so.
+    ds, noise = (torch.where(log_p == -torch.inf, 0, t) for t in (p * change, noise))
+    over = overflows(products, delta, ds, ds * scale, weights * products) | (log_p.isfinite() & ~(weights <= HUGE))
+    visible = s.scores > -torch.inf
+    free = s.free | (over & (visible | s.scores.isnan())).any(-1)
+    return ScoreGradients(p, p_noise, ds * scale, abs(scale) * (noise + TINY * (p > 0)) + TINY * (p > 0), free)
+
+
+def _gradient(
+    name: str,
+    value: Tensor,
+    noise: Tensor,
+    squares: Tensor,
+    total: Tensor,
+    free: Tensor,
+    scale: float,
+    rounded: Rounded,
+) -> Expected:
+    """Of terms the sum of whose magnitudes is `total`, once they are multiplied by the scale, which comes last."""
+    over = overflows(total, total / min(1.0, max(abs(scale), 1e-300)))
+    return gradient(name, value, noise + SUM_OF_PRODUCTS * total, squares, free | over, rounded.count)
+
+
+def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    args.pop("deterministic")
+    d_v = args.pop("d_v")
+    q, kv, indices, dout, out, lse = (args[name] for name in ("q", "kv", "indices", "dout", "out", "lse"))
+    sink, dlse, scale, visible = args["attn_sink"], args["dlse"], scale_of(args), visible_slots(args)
+    dq, dkv, d_sink = reference.sparse_mla_bwd(**args)
+
+    share = sparse_mla.share_beside_sink(lse, sink)
+    share_noise = share * (1 - share) * FP32_RESOLUTION * (16 + 4 * lse.abs().nan_to_num(0, 0, 0))
+    products, delta = (dout * out).abs().sum(-1), (dout * out).sum(-1)
+    # fp32 rounds small shares to 0.
+    vanishing = 0.0 if sink is None else TINY
+    delta_noise = share * SUM_OF_PRODUCTS * products + (share_noise + vanishing) * delta.abs()
+    delta_of_scores = share * delta
+    if dlse is not None:
+        delta_of_scores = delta_of_scores - dlse
+        delta_noise = delta_noise + FP32_RESOLUTION * dlse.abs()
+    upstream, upstream_noise = share[..., None] * dout, vanishing * dout.abs().nan_to_num(0, 0, 0)
+
+    dq_noise, dq_squares, dq_total = (torch.zeros_like(dq) for _ in range(3))
+    free = torch.zeros_like(lse, dtype=torch.bool)
+    rounded = {name: Rounded(q.device) for name in ("dq", "dkv")}
+    batch, s_kv, groups, dim = kv.shape
+    keys_of = (batch * (s_kv + 1) * groups, dim)
+    dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms = (q.new_zeros(keys_of) for _ in range(5))
+    for chunk in sparse_mla.chunks(q, kv, indices, visible):
+        run, heads_of = chunk.queries, chunk.q.shape[2:4]
+        do, do_noise, delta_c, noise_c, lse_c = (
+            t[:, run].unflatten(2, heads_of) for t in (upstream, upstream_noise, delta_of_scores, delta_noise, lse)
+        )
+        s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
+        g = score_gradients(s, chunk.keys[..., :d_v], do, do_noise, delta_c, noise_c, lse_c, scale)
+        keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
+        dq_noise[:, run] = (g.ds_noise @ keys).flatten(2, 3)
+        dq_squares[:, run] = (g.ds.square() @ keys.square()).flatten(2, 3)
+        dq_total[:, run] = (g.ds.abs() @ keys).flatten(2, 3)
+        rounded["dq"].add(g.ds, g.ds.square() * keys.square().sum(-1)[..., None, :])
+        rounded["dkv"].add(g.ds, g.ds.square() * queries.square().sum(-1, keepdim=True))
+        rounded["dkv"].add(g.p, g.p.square() * doa.square().sum(-1, keepdim=True))
+        free[:, run] = g.free.flatten(2, 3)
+        rows = chunk.rows.flatten()
+
+        def onto_keys(total: Tensor, of_scores: Tensor, of_p: Tensor, queries: Tensor, do: Tensor) -> None:
+            part = of_scores.mT @ queries
+            part[..., :d_v] += of_p.mT @ do
+            total.index_add_(0, rows, part.flatten(0, 3))  # noqa: B023
+
+        onto_keys(dkv_noise, g.ds_noise, g.p_noise, queries, doa)
+        onto_keys(dkv_noise, torch.zeros_like(g.p), (g.p > 0).double(), queries, do_noise)
+        onto_keys(dkv_squares, g.ds.square(), g.p.square(), queries.square(), doa.square())
+        onto_keys(dkv_total, g.ds.abs(), g.p, queries, doa)
+        terms = chunk.visible[..., 0, :].double() * chunk.q.shape[3]
+        dkv_terms.index_add_(0, rows, terms.flatten()[:, None].expand(-1, dim))
+        # A row that has no finite score, but visible keys, counts as empty or not.
+        unsure = g.free | ((lse_c == -torch.inf) & chunk.visible.any(-1))
+        dkv_free.index_add_(
+            0, rows, (unsure.any(-1)[..., None] & chunk.visible[..., 0, :]).double().flatten()[:, None].expand(-1, dim)
+        )
+
+    def by_key(t: Tensor) -> Tensor:
+        return t.view(batch, s_kv + 1, groups, dim)[:, :s_kv]
+
+    dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms = map(
+        by_key, (dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms)
+    )
+    # Sums in memory round what is below the normal numbers to 0, term by term.
+    dkv_noise = dkv_noise + TINY * dkv_terms
+    expected = [
+        _gradient("dq", dq, dq_noise, dq_squares, dq_total, free[..., None], scale, rounded["dq"]),
+        _gradient("dkv", dkv, dkv_noise, dkv_squares, dkv_total, dkv_free > 0, scale, rounded["dkv"]),
+    ]
+    if sink is None:
+        return [*expected, Expected("d_sink", d_sink, d_sink, d_sink, None)]
+    # 1 - share has the rounding of share.
+    noise = ((1 - share) * SUM_OF_PRODUCTS * products + (share_noise + FP32_RESOLUTION) * delta.abs()).sum((0, 1))
+    total = ((1 - share) * products).sum((0, 1))
+    noise = noise + SUM_OF_PRODUCTS * total
+    return [*expected, gradient("d_sink", d_sink, noise, torch.zeros_like(noise), overflows(total))]
+
+
+def _squares(terms: Tensor, rows: Tensor) -> Tensor:
+    """Of what a block's queries add to each key, `terms` [.., n, K] being rounded and then multiplied with `rows`
+    [.., n, D]: the sum of squares, or where all terms are about equal, and so are their errors, the square of the
+    sum."""
+    terms = terms.abs()
+    largest, least = terms.amax(-2), terms.masked_fill(terms == 0, torch.inf).amin(-2)
+    equal = largest - least <= BF16_ROUNDING / 2 * largest
+    return torch.where(equal[..., None], (terms.mT @ rows).square(), terms.square().mT @ rows.square())
+
+
+def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
+    args = wide(args)
+    q, k, v, dout, out, lse = (args[name] for name in ("q", "k", "v", "dout", "out", "lse"))
+    dlse, scale = args["dlse"], scale_of(args)
+    count, kv_blocks, block = block_sparse.blocks(q.shape[2]), block_sparse.blocks(k.shape[2]), block_sparse.BLOCK
+    dq, dk, dv = reference.block_sparse_attn_bwd(**args)
+
+    seen = lse != -torch.inf
+    delta = (dout * out).sum(-1)
+    delta_noise = SUM_OF_PRODUCTS * (dout * out).abs().sum(-1)
+    if dlse is not None:
+        delta, delta_noise = delta - dlse, delta_noise + FP32_RESOLUTION * dlse.abs()
+
+    def rows_of(t: Tensor) -> Tensor:
+        """[B, H, Nq] as [B, H, Mq, 64]; rows that see nothing have no part in anything."""
+        cut: Tensor = block_sparse.cut(t.where(seen, 0)[..., None], count)[..., 0]
+        return cut
+
+    takes_part = rows_of(torch.ones_like(lse)) > 0
+    empty = block_sparse.cut((~seen).double()[..., None], count)[..., 0] > 0
+    delta, delta_noise = rows_of(delta), rows_of(delta_noise)
+    row_lse = rows_of(lse).masked_fill(~takes_part, -torch.inf)
+    upstream = block_sparse.cut(dout.where(seen[..., None], 0), count)
+
+    of_q, of_k = (*q.shape[:2], count, block, q.shape[3]), (*k.shape[:2], kv_blocks + 1, block, k.shape[3])
+    dq_noise, dq_squares, dq_total = (q.new_zeros(of_q) for _ in range(3))
+    sums = {name: q.new_zeros(of_k) for name in ("dk", "dk2", "dk_total", "dv", "dv2", "dv_total", "free")}
+    free = torch.zeros(of_q[:-1], dtype=torch.bool, device=q.device)
+    rounded = {name: Rounded(q.device) for name in ("dq", "dk", "dv")}
+    lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
+    for chunk in block_sparse.chunks(q, k, v, *lists):
+        run = (slice(None), slice(None), chunk.queries)
+        do = upstream[run]
+        s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
+        g = score_gradients(
+            s, chunk.values, do, torch.zeros_like(do), delta[run], delta_noise[run], row_lse[run], scale
+        )
+        keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
+        dq_noise[run], dq_total[run] = g.ds_noise @ keys, g.ds.abs() @ keys
+        dq_squares[run] = g.ds.square() @ keys.square()
+        rounded["dq"].add(g.ds, g.ds.square() * keys.square().sum(-1)[..., None, :])
+        rounded["dk"].add(g.ds, g.ds.square() * queries.square().sum(-1, keepdim=True))
+        rounded["dv"].add(g.p, g.p.square() * doa.square().sum(-1, keepdim=True))
+        free[run] = g.free
+        unsure = (g.free | (empty[run] & chunk.visible.any(-1))).any(-1)[..., None] & chunk.visible[..., 0, :]
+        for name, part in (
+            ("dk", g.ds_noise.mT @ queries),
+            ("dk2", _squares(g.ds, queries)),
+            ("dk_total", g.ds.abs().mT @ queries),
+            ("dv", g.p_noise.mT @ doa),
+            ("dv2", _squares(g.p, doa)),
+            ("dv_total", g.p.mT @ doa),
+            ("free", unsure[..., None].double().expand(*unsure.shape, q.shape[3])),
+        ):
+            sums[name].flatten(0, 2).index_add_(0, chunk.rows.flatten(), part.reshape(-1, block, q.shape[3]))
+
+    def by_key(name: str) -> Tensor:
+        of_keys: Tensor = sums[name].flatten(2, 3)[:, :, : k.shape[2]]
+        return of_keys
+
+    def by_query(t: Tensor) -> Tensor:
+        return t.flatten(2, 3)[:, :, : q.shape[2]]
+
+    noise, squares, total, over = (by_query(t) for t in (dq_noise, dq_squares, dq_total, free[..., None]))
+    expected = [_gradient("dq", dq, noise, squares, total, over, scale, rounded["dq"])]
+    for name, value in (("dk", dk), ("dv", dv)):
+        noise, squares, total = (by_key(f"{name}{part}") for part in ("", "2", "_total"))
+        expected.append(_gradient(name, value, noise, squares, total, by_key("free") > 0, scale, rounded[name]))
+    return expected
