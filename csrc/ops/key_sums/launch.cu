@@ -210,9 +210,8 @@ const char* sum_rows(const Params& p, int slots, bool is_first, bool is_last, vo
   if (sorted != cudaSuccess) return cudaGetErrorString(sorted);
   const int row_pieces = p.columns / kColumns, rows_of_block = std::max(1, kThreads / row_pieces);
   const unsigned parts = max_parts(slots);
-  const char* error = sm90::launch_kernel<key_starts_kernel>(p.device, blocks_of(slots + 1, kPlaces * kThreads),
-                                                             kThreads, 0, stream, p, unsigned(slots),
-                                                             parts * row_pieces);
+  const char* error = sm90::launch_kernel<key_starts_kernel>(
+      p.device, blocks_of(slots + 1, kPlaces * kThreads), kThreads, 0, stream, p, unsigned(slots), parts * row_pieces);
   if (error != nullptr) return error;
   const dim3 block(row_pieces, rows_of_block);
   error = sm90::launch_kernel<sum_rows_kernel>(p.device, blocks_of(p.keys, rows_of_block), block, 0, stream, p,
