@@ -289,6 +289,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.minutes is None and (args.op is None or args.seed is None):
         parser.error("--minutes, or --op and --seed of one call")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device; use --device cpu")
     soaked = Soak(torch.device(args.device), args.seconds_per_call)
     if args.device == "cuda":
         share = args.memory * 1e9 / torch.cuda.get_device_properties(0).total_memory

@@ -88,6 +88,29 @@ def test_scores_sum_to_one_where_lse_is_large(power: int, n_q: int) -> None:
     torch.testing.assert_close(lse, torch.full_like(lse, 2.0**power + math.log(600)), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("n_kv", [2, 300])
+@pytest.mark.parametrize("sm_scale", [1e-39, -1e-39])
+def test_small_scale_of_scores_whose_differences_overflow(sm_scale: float, n_kv: int) -> None:
+    q, k, v = make_gpu(n_q=100, n_kv=n_kv, dim=64)
+    q[:], k[:] = 0, 0
+    q[..., 0], k[..., 0] = 2, 1e38
+    k[..., 1::2, 0] = -1e38
+    _, lse, scores = OP(q, k, v, sm_scale)
+    expected = (q.double() @ k.double().mT)[:, :, :1] * sm_scale
+    torch.testing.assert_close(lse.double(), expected.logsumexp(-1).expand_as(lse), rtol=1e-5, atol=0)
+    torch.testing.assert_close(scores.double(), expected.softmax(-1).expand_as(scores), rtol=1e-5, atol=0)
+
+
+def test_absent_queries_and_an_infinite_key() -> None:
+    """A key whose scores are -inf has no weight, in a block that is not full as well."""
+    q, k, v = make_gpu(n_q=BLOCK + 3, n_kv=100, dim=64)
+    q[:] = q.abs() + 0.5
+    k[:, :, 5, 3] = -torch.inf
+    out, lse, scores = OP(q, k, v)
+    assert not scores[..., 5].any()
+    assert all(t.isfinite().all() for t in (out, lse, scores))
+
+
 def test_strided_inputs() -> None:
     heads = make_gpu(batch=2, n_q=300, n_kv=500, dim=128)
     expected = check(heads)

@@ -151,7 +151,7 @@ def test_errors(rows: int) -> None:
         torch.ops.dsa.fp8_gemm(a, a_s, b, b_s.cpu())
 
 
-@pytest.mark.parametrize("shape", [(0, 64, 128), (5, 0, 128), (100, 64, 0), (5, 64, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 64, 128), (5, 0, 128), (100, 0, 128), (100, 64, 0), (5, 64, 0)], ids=str)
 def test_empty_tensors(shape: tuple[int, int, int]) -> None:
     rows, width, columns = shape
     a, b = (torch.zeros(n, columns, device="cuda").to(torch.float8_e4m3fn) for n in (rows, width))

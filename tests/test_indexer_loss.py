@@ -54,6 +54,17 @@ def test_errors_of_layout_and_device() -> None:
         native(**arguments(p=torch.zeros(R, 3 * K)[:, 1 : K + 1], scores=torch.zeros(1, K).expand(R, K)))
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("p", (6, 2, 3)), ("p", (12, 3)), ("valid", (3, 4, 3)), ("row_weights", (6, 2)), ("row_weights", (12,))],
+)
+def test_leading_dimensions_are_those_of_scores(name: str, shape: tuple[int, ...]) -> None:
+    args = {"p": torch.rand(2, 6, 3)}
+    args[name] = torch.ones(shape, dtype=torch.bool if name == "valid" else torch.float32)
+    with pytest.raises(RuntimeError, match=f"^dsa::indexer_loss: {name} must have the shape .* of scores, got"):
+        dsa_ext.indexer_loss(torch.randn(2, 6, 3), **args)
+
+
 def test_errors_of_the_function() -> None:
     args = arguments()
     scores, p = args.pop("scores"), args.pop("p")

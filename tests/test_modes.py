@@ -292,6 +292,14 @@ def test_autocast_casts(op: str) -> None:
         assert_same(tuple(gradient.float() for gradient in got), tuple(gradient.float() for gradient in expected))
 
 
+@all_operators
+def test_autocast_in_float16_casts_nothing(op: str) -> None:
+    args = ORDINARY[op]()
+    expected = call(op, args)
+    with torch.autocast("cpu", torch.float16):
+        assert_same(call(op, args), expected)
+
+
 def test_autocast_leaves_float64() -> None:
     args = {name: t.double() if name in ("q", "kv") else t for name, t in ORDINARY["sparse_mla_fwd"]().items()}
     with autocast():

@@ -245,6 +245,23 @@ def test_deterministic_with_keys_that_very_many_or_few_slots_list(queries: int, 
     assert all(torch.equal(a, b) for other in busy[1:] for a, b in zip(busy[0], other, strict=True))
 
 
+def test_deterministic_sums_of_a_key_do_not_depend_on_other_sequences() -> None:
+    """Of one that so many slots list that it is added up in parts: whatever the others list, and how much."""
+    inputs = make_inputs(batch=2, seq=64, s_kv=1000, heads=16, topk=512, device=DEVICE)
+    inputs.indices[..., :200] = 7
+    out, lse = FWD(inputs.q, inputs.kv, inputs.indices, causal=False)
+    dout = normal(out)
+
+    def dkv_of_the_last() -> Tensor:
+        args = (dout, inputs.q, inputs.kv, out, lse, inputs.indices)
+        return OP(*args, causal=False, deterministic=True)[1][1].clone()
+
+    expected = dkv_of_the_last()
+    for unlisted in (1, 100, 400):
+        inputs.indices[0, 0, 0, :unlisted] = -1
+        assert torch.equal(dkv_of_the_last(), expected)
+
+
 def test_keys_that_very_many_slots_list_in_a_graph() -> None:
     """The counters of their parts begin anew with each replay."""
     inputs = make_inputs(seq=64, s_kv=1000, heads=16, topk=512, device=DEVICE)

@@ -397,6 +397,20 @@ def test_one_row_of_a_gradient_may_be_rounded_as_one(rows: int) -> None:
             check("indexer_scores_bwd", (dq, off, dweights), args)
 
 
+def test_forms_of_results() -> None:
+    args = ORDINARY["sparse_mla_fwd"]()
+    out, lse = torch.ops.dsa.sparse_mla_fwd(**args)
+    check("sparse_mla_fwd", (out, lse), args)
+    with pytest.raises(AssertionError, match=r"results of sparse_mla_fwd must be bfloat16 .*, got float32"):
+        check("sparse_mla_fwd", (out.float(), lse), args)
+    with pytest.raises(AssertionError, match=r"results of sparse_mla_fwd must be"):
+        check("sparse_mla_fwd", out, args)
+    with pytest.raises(ValueError, match="no operator 'sparse_mla'; there are sparse_mla_fwd"):
+        check("sparse_mla", out, args)
+    with pytest.raises(ValueError, match=r"sparse_mla_fwd needs the arguments \['kv'\]"):
+        check("sparse_mla_fwd", (out, lse), {name: t for name, t in args.items() if name != "kv"})
+
+
 def test_similarity_error() -> None:
     x = torch.linspace(-3, 5, 100, dtype=torch.float64)
     assert similarity_error(x, x) == 0

@@ -24,12 +24,12 @@ __device__ __forceinline__ float log2_fast(float x) {
 // Scores, in units of log 2, from whose magnitude on rounding is taken care of; far above ordinary ones.
 inline constexpr float kLargeScore = 0x1p20f;
 
-// `base` for the probabilities 2^(score * scale + base) of a row, from its log-sum-exp. They are at most 1, which the
-// rounding of a large log-sum-exp must not change, let alone make them overflow: a margin lowers them by as much.
-// Without a branch, for the sake of loads before and after.
+// `base` for the probabilities 2^(score * scale + base) of a row, from its log-sum-exp. From a magnitude of 2^22 on its
+// rounding could multiply a probability by more than the square root of 2, and in the end make it overflow: from there
+// on a margin lowers all by as much. Without a branch, for the sake of loads before and after.
 __device__ __forceinline__ float base_of_lse(float lse) {
   const float base = -lse * kLog2E;
-  const float margin = fmaxf(fabsf(base) - kLargeScore, 0.f) * 0x1p-22f;
+  const float margin = fmaxf(fabsf(base) - 0x1p22f, 0.f) * 0x1p-22f;
   return lse == -INFINITY ? -INFINITY : base - margin;
 }
 

@@ -5,6 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dsa_ext.ops._checks import fail
+
 
 def indexer_logits(
     q: Tensor,
@@ -190,6 +192,14 @@ def indexer_loss(
     if reduction not in ("none", "mean", "sum"):
         raise RuntimeError(f"dsa::indexer_loss: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
     leading = scores.shape[:-1]
+    # The operator takes rows, and could not tell whose they are.
+    for name, tensor, shape in (
+        ("p", p, scores.shape),
+        ("valid", valid, scores.shape),
+        ("row_weights", row_weights, leading),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            fail("indexer_loss", f"{name} must have the shape {list(shape)}, of scores, got {list(tensor.shape)}")
     loss: Tensor
     loss, _ = torch.ops.dsa.indexer_loss.default(
         _rows(scores),

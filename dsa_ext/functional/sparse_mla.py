@@ -94,10 +94,10 @@ def sparse_mla(
         out [B, S, H, d_v] in the dtype of q; with `return_lse` also lse [B, S, H]: fp32, natural logarithm, without the
         sink. Both are differentiable with respect to q, kv and attn_sink (once).
 
-    The forward is bitwise repeatable; so are the gradients under torch.use_deterministic_algorithms(True), which takes
-    them about 1.3 times the time, while else the last bits of kv's gradient depend on the order of additions. Nothing
-    synchronises with the host, and everything may be captured in a CUDA graph. Gradients are fastest where ids ascend
-    along each row of `indices`.
+    The forward is bitwise repeatable. Under torch.use_deterministic_algorithms(True) so are the gradients, and the
+    backward takes about 1.3 times as long; otherwise the last bits of kv's gradient depend on the order of additions.
+    Nothing synchronises with the host, and everything may be captured in a CUDA graph. Gradients are fastest where ids
+    ascend along each row of `indices`.
 
     On CUDA the last dimension of q, kv and indices must have stride 1 and every row of q and kv must start 16-byte
     aligned; all other strides are free, below 2^31 elements between positions of kv.

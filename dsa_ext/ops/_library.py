@@ -129,7 +129,8 @@ def follow_deterministic_switch(op: str) -> None:
 
 
 def follow_autocast(op: str, *names: str) -> None:
-    """Has torch.autocast cast the arguments `names` of `op` to its dtype, as it does for scaled_dot_product_attention.
+    """Has torch.autocast cast the arguments `names` of `op` to bf16, as it does for scaled_dot_product_attention. Under
+    another dtype, which no operator takes, they stay as they are.
 
     Nothing within the operator is cast: fp32 arguments that it asks for stay, and the CPU implementation computes in
     the precision that it promises.
@@ -141,11 +142,11 @@ def follow_autocast(op: str, *names: str) -> None:
         keys = torch._C.DispatchKeySet(key)
 
         def autocast(*args: Any) -> Any:
-            dtype = torch.get_autocast_dtype(device)
-            args = tuple(
-                arg.to(dtype) if i in cast and arg.device.type == device and arg.dtype in _AUTOCAST_DTYPES else arg
-                for i, arg in enumerate(args)
-            )
+            if torch.get_autocast_dtype(device) == torch.bfloat16:
+                args = tuple(
+                    arg.bfloat16() if i in cast and arg.device.type == device and arg.dtype in _AUTOCAST_DTYPES else arg
+                    for i, arg in enumerate(args)
+                )
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 return overload(*args)
 

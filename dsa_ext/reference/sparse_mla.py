@@ -16,7 +16,7 @@ from torch import Tensor
 #: Heads of one partial sum of attn_dist.
 HEADS_PER_BLOCK = 64
 #: Of an lse beyond which care is taken of its rounding: 2^20 in units of log 2, far above ordinary ones.
-LARGE_LSE = 2.0**20 * math.log(2)
+LARGE_LSE = 2.0**22 * math.log(2)
 #: Elements that the temporaries of one chunk of queries may hold.
 _CHUNK_ELEMENTS = 2**26
 
@@ -87,9 +87,15 @@ def compute_dtype(q: Tensor) -> torch.dtype:
 
 
 def raised(lse: Tensor) -> Tensor:
-    """lse, raised where it is so large that its rounding to fp32 would show in a probability exp(score - lse), by as
-    much: so none is more than 1, let alone overflows."""
-    return torch.where(lse.abs() > LARGE_LSE, lse + (lse.abs() - LARGE_LSE) * 2.0**-22, lse)
+    """lse as probabilities exp(score - lse) take it: in fp32 with a margin."""
+    return lse if lse.dtype == torch.float64 else with_margin(lse)
+
+
+def with_margin(lse: Tensor) -> Tensor:
+    """lse, raised where it is so large that its rounding to fp32 could make a probability more than sqrt(2), and in the
+    end overflow, by as much."""
+    is_large = (lse.abs() > LARGE_LSE) & (lse != -torch.inf)
+    return torch.where(is_large, lse + (lse.abs() - LARGE_LSE) * 2.0**-22, lse)
 
 
 def share_beside_sink(lse: Tensor, attn_sink: Tensor | None) -> Tensor:

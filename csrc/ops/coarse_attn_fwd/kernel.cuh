@@ -86,12 +86,24 @@ __device__ __forceinline__ void copy(SharedStorage<kColumns>& shared, const Para
 // In units of log 2: from here on the rounding of a log-sum-exp would show in probabilities.
 inline constexpr float kLargeLse = 0x1p10f;
 
+// (score - top) * scale, for scores up to `top`. Where the scaled top is large the difference comes first, so that no
+// product is rounded; else the product, so that the difference cannot overflow.
+struct Exponent {
+  float factor, offset, scale;
+
+  __device__ __forceinline__ Exponent(float top, float scale_log2)
+      : factor(scale_log2), offset(-top * scale_log2), scale(1.f) {
+    if (!(fabsf(offset) <= kLargeLse)) factor = 1.f, offset = -top, scale = scale_log2;
+  }
+  __device__ __forceinline__ float operator()(float score) const { return fmaf(score, factor, offset) * scale; }
+};
+
 // Exponentials of a row relative to its largest score so far, or to one of before as long as fp32 bears it.
 struct RowSum {
   float top = std::numeric_limits<float>::lowest(), sum = 0.f;
 
   __device__ __forceinline__ void move_top(float next, float scale_log2) {
-    sum *= exp2_fast((top - next) * scale_log2);
+    sum *= exp2_fast(Exponent(next, scale_log2)(top));
     top = next;
   }
   __device__ __forceinline__ void add(RowSum other, float scale_log2) {
@@ -182,12 +194,11 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       sums[r] = i < 4 ? sum : sums[r] + sum;
     }
   };
-  // Adds the scores of a tile to the rows' sums. The difference to a row's top is taken before it is scaled; or where
-  // the scaled top is not large, so that its rounding does not matter, by a multiply-add, without a look for a new top.
+  // Adds the scores of a tile to the rows' sums, without a look for a new top as long as sums do not grow much.
   const auto add_scores = [&](RowSum(&rows)[2]) {
     constexpr float kLimit = 0x1p40f;
-    float sums[2], base[2];
-    for (int r = 0; r < 2; ++r) base[r] = -rows[r].top * p.scale_log2;
+    float sums[2];
+    const float base[2] = {-rows[0].top * p.scale_log2, -rows[1].top * p.scale_log2};
     if (rows[0].sum > 0.f && rows[1].sum > 0.f && fmaxf(fabsf(base[0]), fabsf(base[1])) <= kLargeLse) {
       sums_of_rows([&](float score, int r) { return exp2_fast(fmaf(score, p.scale_log2, base[r])); }, sums);
       if (sums[0] <= kLimit && sums[1] <= kLimit) {
@@ -202,7 +213,8 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       for (int i = 2 * r; i < r_s.size(); i += 4) best = fmaxf(best, fmaxf(r_s(i), r_s(i + 1)));
       rows[r].move_top(best, p.scale_log2);
     }
-    sums_of_rows([&](float score, int r) { return exp2_fast((score - rows[r].top) * p.scale_log2); }, sums);
+    const Exponent exponents[2] = {{rows[0].top, p.scale_log2}, {rows[1].top, p.scale_log2}};
+    sums_of_rows([&](float score, int r) { return exp2_fast(exponents[r](score)); }, sums);
     rows[0].sum += sums[0], rows[1].sum += sums[1];
   };
   const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
@@ -210,10 +222,13 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
   for (int index = blockIdx.x; index < p.items(); index += gridDim.x, queries_parity ^= 1) {
     const Item item(p, index);
     wait(&shared.queries_full[group], queries_parity);
+    // Rows after the last query repeat it: zeros times an infinite key would be NaN.
+    const int last_row = min(kBlock, p.seq_q - item.block(group) * kBlock) - 1;
+    const int matrix_row = min(warp * 16 + lane % 16, last_row);
 #pragma unroll
     for (int i = 0; i < kColumns / 16; ++i) {
       load_matrices(shared_address(shared.queries[group] + i / 4 * kChunkElements) +
-                        swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
+                        swizzled_offset(matrix_row, i % 4 * 2 + lane / 16),
                     q_pairs[i]);
       for (uint32_t& pair : q_pairs[i]) pair ^= flip;
     }

@@ -50,10 +50,10 @@ Tensor fp8_gemm(Tensor a, Tensor a_s, Tensor b, Tensor b_s) {
   const DeviceGuard guard(device_index);
 
   const int64_t rows = a.size(0), width = b.size(0);
-  if (rows > kMaxRows && width % kWidthOfLibrary == 0 && a.size(1) > 0) return multiply_many_rows(a, a_s, b, b_s);
   Tensor out = empty({rows, width}, ScalarType::BFloat16, device_index);
   if (out.numel() == 0) return out;
   if (a.size(1) == 0) return torch::stable::zero_(out);
+  if (rows > kMaxRows && width % kWidthOfLibrary == 0) return multiply_many_rows(a, a_s, b, b_s);
   Params params{
       .a = static_cast<const char*>(a.data_ptr()),
       .b = b.data_ptr(),

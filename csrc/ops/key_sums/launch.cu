@@ -137,33 +137,44 @@ __global__ void __launch_bounds__(kThreads)
   sum_key(p, key, threadIdx.x, is_first, is_last, [&](Sums& sums) { sums.add_rows(p, begin, end, threadIdx.x); });
 }
 
-// One thread for each 8 columns of a part of a key that is cut; the last of a key's adds up all, in their order. A
-// segment of sorted slots may have the end of one such key and the beginning of another, and so two parts. Starts when
-// the last blocks of sum_rows_kernel run.
+// Parts of kSegment slots from the first slot of a key on, so that its sum does not depend on other keys. In a segment
+// of all sorted slots there may begin one part of a key that began before, and the first part of another.
+struct Parts {
+  unsigned begin, end;  // of the key's slots
+
+  __device__ __forceinline__ unsigned count() const { return (end - begin + kSegment - 1) / kSegment; }
+  __device__ __forceinline__ unsigned first_slot(unsigned part) const { return begin + part * kSegment; }
+  // Where a part's sums and, for the first one, the key's counter are.
+  __device__ __forceinline__ unsigned place(unsigned part) const {
+    return first_slot(part) / kSegment * 2 + (part == 0 && begin % kSegment != 0);
+  }
+};
+
+// One thread for each 8 columns of a part of a key that is cut; the last of a key's adds up all, in their order. Starts
+// when the last blocks of sum_rows_kernel run.
 __global__ void __launch_bounds__(kThreads)
     sum_parts_kernel(const __grid_constant__ Params p, unsigned slots, bool is_first, bool is_last) {
   sm90::wait_for_kernel_before();
-  const unsigned part = blockIdx.x * blockDim.y + threadIdx.y, segment = part / 2;
-  const unsigned segment_begin = segment * kSegment, segment_end = min(segment_begin + kSegment, slots);
+  const unsigned place = blockIdx.x * blockDim.y + threadIdx.y;
+  const unsigned segment_begin = place / 2 * kSegment, segment_end = min(segment_begin + kSegment, slots);
   if (segment_begin >= slots) return;
-  const bool is_beginning = part % 2 != 0;
-  const unsigned key = p.slot_keys[1][is_beginning ? segment_end - 1 : segment_begin];
+  const unsigned key = p.slot_keys[1][place % 2 != 0 ? segment_end - 1 : segment_begin];
   if (key == p.keys) return;
-  const unsigned begin = p.key_starts[key], end = p.key_starts[key + 1];
-  if (!is_cut(begin, end) || (is_beginning && begin <= segment_begin)) return;
+  const Parts parts{p.key_starts[key], p.key_starts[key + 1]};
+  if (!is_cut(parts.begin, parts.end)) return;
+  const unsigned part = parts.begin < segment_begin ? (segment_begin - parts.begin + kSegment - 1) / kSegment : 0;
+  if (part >= parts.count() || parts.place(part) != place) return;
+  const unsigned begin = parts.first_slot(part);
   const int piece = threadIdx.x;
   Sums sums{};
-  sums.add_rows(p, max(begin, segment_begin), min(end, segment_end), piece);
-  sums.store(sums_of(p.part_sums, part, p.columns, piece));
+  sums.add_rows(p, begin, min(begin + kSegment, parts.end), piece);
+  sums.store(sums_of(p.part_sums, place, p.columns, piece));
 
-  const unsigned first_segment = begin / kSegment, last_segment = (end - 1) / kSegment;
-  const unsigned first_part = first_segment * 2 + (begin % kSegment != 0);
   __threadfence();
-  if (atomicAdd(p.parts_done + first_part * blockDim.x + piece, 1) < last_segment - first_segment) return;
+  if (atomicAdd(p.parts_done + parts.place(0) * blockDim.x + piece, 1) + 1 < parts.count()) return;
   __threadfence();
   sum_key(p, key, piece, is_first, is_last, [&](Sums& all) {
-    all.add(sums_of(p.part_sums, first_part, p.columns, piece));
-    for (unsigned i = first_segment + 1; i <= last_segment; ++i) all.add(sums_of(p.part_sums, i * 2, p.columns, piece));
+    for (unsigned i = 0; i < parts.count(); ++i) all.add(sums_of(p.part_sums, parts.place(i), p.columns, piece));
   });
 }
 

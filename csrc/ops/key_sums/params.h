@@ -10,10 +10,11 @@
 
 namespace dsa::key_sums {
 
-// One thread adds up a key's rows for 8 columns, one after the other. A key with many is cut where segments of so many
-// sorted slots meet, so that one that all slots list takes as long as this many, and as there are segments.
+// One thread adds up a key's rows for 8 columns, one after the other. A key with many is cut into parts of so many
+// slots, so that one that all slots list takes as long as this many, and as there are parts.
 inline constexpr int kSegment = 512;
-// Of all cut keys: each segment may have one that ends and one that begins in it. A call with fewer slots cuts none.
+// Of all cut keys: in as many sorted slots there may begin one part of a key that began before, and the first part of
+// another. A call with fewer slots cuts none.
 constexpr int64_t max_parts(int64_t slots) {
   return slots < 2 * kSegment ? 0 : 2 * ((slots + kSegment - 1) / kSegment);
 }

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsa_ext import reference
 from dsa_ext.testing.tolerances import attention, attention_gradients, indexer, mixing
@@ -60,6 +61,8 @@ def check(op: str, results: tuple[Tensor, ...] | Tensor, args: dict[str, Any]) -
     Raises AssertionError that names the result, the measure, the value and its limit. Returns each measure's value as a
     fraction of its limit, which is at most 1.
     """
+    args = _complete(op, args)
+    _check_forms(op, (results,) if isinstance(results, Tensor) else tuple(results), args)
     return errors(op, results, args).check()
 
 
@@ -125,12 +128,28 @@ def check_selected(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
     Errors("topk_select", exact_measures(("indices", "values"), got, expected)).check()
 
 
+def _check_forms(op: str, got: tuple[Tensor, ...], args: dict[str, Any]) -> None:
+    """Number, dtypes and shapes of the results are those of the operator's fake implementation."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        fakes = {n: mode.from_tensor(t.detach()) if isinstance(t, Tensor) else t for n, t in args.items()}
+        results = getattr(torch.ops.dsa, op)(**fakes)
+    results = (results,) if isinstance(results, Tensor) else results
+    expected, found = ([f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in x] for x in (results, got))
+    if found != expected:
+        raise AssertionError(f"the results of {op} must be {', '.join(expected)}, got {', '.join(found)}")
+
+
 def _complete(op: str, args: dict[str, Any]) -> dict[str, Any]:
     """With the schema's defaults, in its order."""
+    if op not in OPS:
+        raise ValueError(f"no operator {op!r}; there are {', '.join(OPS)}")
     schema = getattr(torch.ops.dsa, op).default._schema
     unknown = args.keys() - {argument.name for argument in schema.arguments}
+    missing = {argument.name for argument in schema.arguments if not argument.has_default_value()} - args.keys()
     if unknown:
         raise ValueError(f"{op} has no arguments {sorted(unknown)}")
+    if missing:
+        raise ValueError(f"{op} needs the arguments {sorted(missing)}")
     return {a.name: args.get(a.name, a.default_value) for a in schema.arguments}
 
 

@@ -211,8 +211,14 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
     return [_output(out, parts, rounded), _lse(lse, parts)]
 
 
+def wide_with_lse(args: dict[str, Any]) -> dict[str, Any]:
+    """`lse` with the margin that operators in fp32 give it."""
+    lse, args = args["lse"], wide(args)
+    return args if lse.dtype == torch.float64 else {**args, "lse": sparse_mla.with_margin(args["lse"])}
+
+
 def attn_dist(args: dict[str, Any]) -> list[Expected]:
-    args = wide(args)
+    args = wide_with_lse(args)
     q, kv, indices, lse = (args[name] for name in ("q", "kv", "indices", "lse"))
     visible, scale = visible_slots(args), scale_of(args)
     value = reference.attn_dist(**args)
@@ -224,7 +230,7 @@ def attn_dist(args: dict[str, Any]) -> list[Expected]:
     for chunk in sparse_mla.chunks(q, kv, indices, visible):
         s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
         own = lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])[..., None]
-        log_p = (s.scores - sparse_mla.raised(own)).masked_fill(own == -torch.inf, -torch.inf)
+        log_p = (s.scores - own).masked_fill(own == -torch.inf, -torch.inf)
         p = log_p.exp()
         unsure = s.noise + 2 * FP32_RESOLUTION * own.abs().nan_to_num(0, 0, 0)
         off = spread(log_p, unsure) + FP32_ELEMENTWISE * p + TINY * (p > 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.reference import block_sparse, sparse_mla
-from dsa_ext.testing.tolerances.attention import Scores, scale_of, scores_of, spread, visible_slots
+from dsa_ext.testing.tolerances.attention import Scores, scale_of, scores_of, spread, visible_slots, wide_with_lse
 from dsa_ext.testing.tolerances.limits import (
     BF16_ROUNDING,
     FP32_RESOLUTION,
@@ -19,7 +19,6 @@ from dsa_ext.testing.tolerances.limits import (
     Rounded,
     gradient,
     overflows,
-    wide,
 )
 
 
@@ -39,11 +38,11 @@ def score_gradients(
     scale: float,
 ) -> ScoreGradients:  # fmt: skip
     lse, delta, delta_noise = (t[..., None] for t in (lse, delta, delta_noise))
-    log_p = s.scores - sparse_mla.raised(lse.masked_fill(lse == -torch.inf, 0))
+    log_p = s.scores - lse.masked_fill(lse == -torch.inf, 0)
     log_p = log_p.masked_fill(lse == -torch.inf, -torch.inf)
     p = log_p.exp()
     p_noise = spread(log_p, s.noise + 2 * FP32_RESOLUTION * lse.abs().nan_to_num(0, 0, 0)) + TINY * (p > 0)
-    # A large lse is raised so far that no p is more than 1.
+    # A large lse has a margin, with which no p is much more than 1.
     p_noise = torch.where((lse.abs() > sparse_mla.LARGE_LSE) & (p <= 1), p_noise.clamp(max=1), p_noise)
     dp, products = dout @ values.mT, dout.abs() @ values.abs().mT
     change = dp - delta
@@ -76,7 +75,7 @@ def _gradient(
 
 
 def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
-    args = wide(args)
+    args = wide_with_lse(args)
     args.pop("deterministic")
     d_v = args.pop("d_v")
     q, kv, indices, dout, out, lse = (args[name] for name in ("q", "kv", "indices", "dout", "out", "lse"))
@@ -167,7 +166,7 @@ def _squares(terms: Tensor, rows: Tensor) -> Tensor:
 
 
 def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
-    args = wide(args)
+    args = wide_with_lse(args)
     q, k, v, dout, out, lse = (args[name] for name in ("q", "k", "v", "dout", "out", "lse"))
     dlse, scale = args["dlse"], scale_of(args)
     count, kv_blocks, block = block_sparse.blocks(q.shape[2]), block_sparse.blocks(k.shape[2]), block_sparse.BLOCK

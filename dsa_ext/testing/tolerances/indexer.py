@@ -307,7 +307,7 @@ def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
 
     gradients = args["gradients"]
     main = {name: args[name] for name in ("sm_scale", "causal", "q_start")}
-    args = wide(args)
+    args = attention.wide_with_lse(args)
     q, k, weights = (args[name] for name in ("q", "k", "weights"))
     seq, s_kv = len(q), len(k)
     position = args["q_start"] + torch.arange(seq, device=q.device)
