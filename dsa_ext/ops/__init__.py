@@ -2,7 +2,6 @@
 
 from dsa_ext.ops import (
     act_quant,
-    attn_dist,
     block_select,
     block_sparse_attn_bwd,
     block_sparse_attn_fwd,
@@ -21,8 +20,7 @@ from dsa_ext.ops import (
     mhc_post_bwd,
     mhc_pre_bwd,
     mhc_pre_fwd,
-    sparse_mla_bwd,
-    sparse_mla_fwd,
+    sparse_mla,
     topk_select,
 )
 
