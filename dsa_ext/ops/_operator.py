@@ -7,13 +7,12 @@ take the arguments as one record, a named tuple with a field for each argument, 
 import inspect
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dsa_ext import _native
 from dsa_ext.ops import _library
 
 Args = Any  # a record: mypy does not know its fields
@@ -72,7 +71,7 @@ class Operator:
         if composite is None:
             assert reference is not None
             composite, key = self._cpu(reference), "CPU"
-            self._explain_missing_kernel()
+            _library.explain_missing_cuda(self.name)
         else:
             key = "CompositeExplicitAutograd"
         #: The implementation for the CPU, or for every device.
@@ -115,16 +114,6 @@ class Operator:
             return compute(record)
 
         return checked
-
-    def _explain_missing_kernel(self) -> None:
-        """Where the compiled library is missing, or older than the operator, makes a CUDA call of it say so."""
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"dsa::{self.name}", "CUDA"):
-            return
-
-        def missing(*_args: Any, **_options: Any) -> NoReturn:
-            raise _native.missing_kernels_error(self.name)
-
-        _library.library.impl(self.name, missing, "CUDA")
 
     def _autograd_function(
         self, saves: tuple[str, ...], backward: Callable[..., dict[str, Tensor | None]], constant: tuple[str, ...]
