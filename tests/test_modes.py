@@ -18,7 +18,7 @@ from dsa_ext.nn.heads import absorbed_queries, multiply_heads
 from dsa_ext.nn.rotary import rope_tables
 from dsa_ext.testing.calls import ORDINARY
 
-all_operators = pytest.mark.parametrize("op", ops.__all__)
+all_operators = pytest.mark.parametrize("op", ops.OPERATORS)
 
 
 def schema_names(op: str) -> list[str]:
@@ -27,14 +27,14 @@ def schema_names(op: str) -> list[str]:
 
 # ---- the deterministic switch
 
-SWITCHED = [op for op in ops.__all__ if "deterministic" in schema_names(op)]
+SWITCHED = [op for op in ops.OPERATORS if "deterministic" in schema_names(op)]
 
 
 @contextmanager
 def flags_seen(op: str) -> Iterator[list[bool]]:
     """What `deterministic` is in each call that reaches the device's implementation of `op`."""
     seen: list[bool] = []
-    implementation = getattr(ops, op)._cpu
+    implementation = ops.OPERATORS[op].implementation
     place = schema_names(op).index("deterministic")
 
     def spy(*args: Any) -> Any:

@@ -23,7 +23,7 @@ from dsa_ext.testing.tolerances import bits
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-all_operators = pytest.mark.parametrize("op", ops.__all__)
+all_operators = pytest.mark.parametrize("op", ops.OPERATORS)
 #: Enough work for what an operator splits, and for its workspace.
 SIZES: dict[str, Args] = {
     "sparse_mla_fwd": {"heads": 64, "seq": 6, "s_kv": 1500, "topk": 1000},
@@ -112,7 +112,7 @@ def test_graph_with_two_branches(op: str, deterministic_algorithms: None) -> Non
 def digests(device: str) -> dict[str, str]:
     """Of every operator's results and gradients."""
     made = {}
-    for op in ops.__all__:
+    for op in ops.OPERATORS:
         results = call(op, on(device, ORDINARY[op]()))
         if op in DIFFERENTIABLE:
             args, names = with_leaves(op, device)

@@ -46,7 +46,7 @@ def tool(name: str) -> str:
 
 
 def test_operators_are_registered() -> None:
-    for op in ops.__all__:
+    for op in ops.OPERATORS:
         overload = getattr(torch.ops.dsa, op).default
         # What is made of other operators has one implementation for all devices.
         made_of_others = op == "indexer_dense_loss"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.ops._mhc import STREAMS
+from dsa_ext.ops.mhc import STREAMS
 from dsa_ext.reference.mhc import split
 from dsa_ext.reference.sparse_mla import compute_dtype
 

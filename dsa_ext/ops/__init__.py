@@ -1,53 +1,10 @@
 """The operators `torch.ops.dsa.*`: importing this package registers them."""
 
-from dsa_ext.ops import (
-    act_quant,
-    attn_dist,
-    block_select,
-    block_sparse_attn_bwd,
-    block_sparse_attn_fwd,
-    coarse_attn_fwd,
-    fp8_gemm,
-    gated_fusion_bwd,
-    gated_fusion_fwd,
-    indexer_dense_loss,
-    indexer_logits,
-    indexer_logits_bwd,
-    indexer_loss,
-    indexer_scores,
-    indexer_scores_bwd,
-    indexer_topk,
-    mhc_post,
-    mhc_post_bwd,
-    mhc_pre_bwd,
-    mhc_pre_fwd,
-    sparse_mla_bwd,
-    sparse_mla_fwd,
-    topk_select,
-)
+from dsa_ext.ops import block_sparse as block_sparse
+from dsa_ext.ops import fp8 as fp8
+from dsa_ext.ops import indexer as indexer
+from dsa_ext.ops import mhc as mhc
+from dsa_ext.ops import sparse_mla as sparse_mla
+from dsa_ext.ops._operator import OPERATORS, Operator
 
-__all__ = [
-    "act_quant",
-    "attn_dist",
-    "block_select",
-    "block_sparse_attn_bwd",
-    "block_sparse_attn_fwd",
-    "coarse_attn_fwd",
-    "fp8_gemm",
-    "gated_fusion_bwd",
-    "gated_fusion_fwd",
-    "indexer_dense_loss",
-    "indexer_logits",
-    "indexer_logits_bwd",
-    "indexer_loss",
-    "indexer_scores",
-    "indexer_scores_bwd",
-    "indexer_topk",
-    "mhc_post",
-    "mhc_post_bwd",
-    "mhc_pre_bwd",
-    "mhc_pre_fwd",
-    "sparse_mla_bwd",
-    "sparse_mla_fwd",
-    "topk_select",
-]
+__all__ = ["OPERATORS", "Operator"]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.ops.fp8_gemm import _LIBRARY_IS_THERE
+from dsa_ext.ops.fp8 import _LIBRARY_IS_THERE
 from dsa_ext.reference.fp8 import BLOCK
 from dsa_ext.testing.random_calls.call import Args
 from dsa_ext.testing.random_calls.draw import Draw

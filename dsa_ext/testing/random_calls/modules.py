@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext.nn import BlockSizes, BlockSparseAttention, FP8Linear, HyperConnection, LightningIndexer, Phase, SparseMLA
-from dsa_ext.ops.fp8_gemm import _LIBRARY_IS_THERE
+from dsa_ext.ops.fp8 import _LIBRARY_IS_THERE
 from dsa_ext.reference.block_sparse import BLOCK
 from dsa_ext.testing.random_calls.call import Args, Call, Results, deterministic_algorithms
 from dsa_ext.testing.random_calls.draw import Draw

@@ -1,0 +1,88 @@
+"""Quantisation to fp8 with a scale for each block, and the product of such matrices. Neither has a gradient."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsa_ext import reference
+from dsa_ext.ops._checks import check_same_device, check_tensor, describe, fail
+from dsa_ext.ops._library import library
+from dsa_ext.ops._operator import Args, Operator
+from dsa_ext.reference.fp8 import BLOCK
+
+_LIBRARY_IS_THERE = torch.version.cuda is not None and tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9)
+_MATRICES = "Tensor a, Tensor a_s, Tensor b, Tensor b_s"
+
+
+def _check_quant(args: Args) -> None:
+    x = args.x
+    if x.dtype not in (torch.bfloat16, torch.float32) or x.dim() == 0 or x.shape[-1] % BLOCK != 0:
+        fail(args.op, f"x must be bfloat16 or float32 [.., N] with N a multiple of {BLOCK}, got {describe(x)}")
+    if args.block != BLOCK:
+        fail(args.op, f"block must be {BLOCK}, got {args.block}")
+
+
+def _fake_quant(args: Args) -> tuple[Tensor, Tensor]:
+    x = args.x
+    y = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return y, x.new_empty(x.shape[-1] // BLOCK, *x.shape[:-1], dtype=torch.float32).movedim(0, -1)
+
+
+def _check_gemm(args: Args) -> None:
+    op, (a, a_s, b, b_s) = args.op, args
+    check_tensor(op, "a", a, torch.float8_e4m3fn, M=None, K=None)
+    rows, columns = a.shape
+    if columns % BLOCK != 0:
+        fail(op, f"a's columns must be a multiple of {BLOCK}, got {describe(a)}")
+    check_tensor(op, "b", b, torch.float8_e4m3fn, N=None, K=columns)
+    blocks = columns // BLOCK
+    check_tensor(op, "a_s", a_s, torch.float32, M=rows, Kb=blocks)
+    check_tensor(op, "b_s", b_s, torch.float32, Nb=(b.shape[0] + BLOCK - 1) // BLOCK, Kb=blocks)
+    check_same_device(op, "a", a, a_s=a_s, b=b, b_s=b_s)
+
+
+def _many_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
+    """cuBLASLt's product, which wants rows of a in fours, none that overlap, and scales in layouts of its own."""
+    if not _LIBRARY_IS_THERE:
+        return a.new_empty(0)
+    a, b = (x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous() for x in (a, b))
+    rows, missing = a.shape[0], -a.shape[0] % 4
+    if missing:
+        a = pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
+        a_s = pad(a_s, (0, 0, 0, missing))
+    if a_s.stride() != (1, a_s.shape[0]):
+        a_s = a_s.mT.contiguous().as_strided(a_s.shape, (1, a_s.shape[0]))
+    types = torch.nn.functional.ScalingType
+    scales = (a_s, types.BlockWise1x128, _in_fours(b_s).mT, types.BlockWise128x128)
+    out: Tensor = torch.nn.functional.scaled_mm(a, b.mT, *scales, output_dtype=torch.bfloat16)
+    return out[:rows] if missing else out
+
+
+def _in_fours(b_s: Tensor) -> Tensor:
+    """Rows as prepare_weight has them in memory: with what is behind them, up to a multiple of 4."""
+    rows, blocks = b_s.shape
+    padded = -(-blocks // 4) * 4
+    if padded == blocks:
+        return b_s.contiguous()
+    end = b_s.storage_offset() + rows * padded
+    if b_s.stride() == (padded, 1) and end * b_s.element_size() <= b_s.untyped_storage().nbytes():
+        return b_s.as_strided((rows, padded), (padded, 1))
+    return pad(b_s, (0, padded - blocks)).contiguous()
+
+
+Operator(
+    f"act_quant(Tensor x, SymInt block={BLOCK}, bool round_scale=False) -> (Tensor y, Tensor s)",
+    check=_check_quant,
+    fake=_fake_quant,
+    reference=reference.act_quant,
+)
+Operator(
+    f"fp8_gemm({_MATRICES}) -> Tensor",
+    check=_check_gemm,
+    fake=lambda args: args.a.new_empty(args.a.shape[0], args.b.shape[0], dtype=torch.bfloat16),
+    reference=reference.fp8_gemm,
+    flops=lambda args: 2 * args.a[0] * args.a[1] * args.b[0],
+)
+#: What fp8_gemm calls on a GPU for more rows than its kernel is for. Returns one dimension where it cannot.
+library.define(f"_fp8_gemm_many_rows({_MATRICES}) -> Tensor")
+library.impl("_fp8_gemm_many_rows", _many_rows, "CUDA")

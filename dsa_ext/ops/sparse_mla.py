@@ -1,0 +1,133 @@
+"""Sparse multi-query latent attention, its gradients, and its distribution over the listed keys."""
+
+import torch
+from torch import Tensor
+
+from dsa_ext import reference
+from dsa_ext.ops._checks import (
+    check_q_start,
+    check_same_device,
+    check_scale,
+    check_tensor,
+    describe,
+    differentiable_dtype,
+    fail,
+)
+from dsa_ext.ops._operator import Args, Operator
+from dsa_ext.reference.sparse_mla import HEADS_PER_BLOCK, compute_dtype
+
+_SHAPES = ((576, 512), (512, 512))
+_MAX_HEADS_PER_GROUP = 128
+#: How a query sees its slots.
+_SLOTS = "bool causal=True, SymInt q_start=0, SymInt kv_stride=1, Tensor? topk_length=None"
+
+
+def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
+    """What all three operators share."""
+    dtype = differentiable_dtype(a.q)
+    check_tensor(a.op, "q", a.q, dtype, B=None, S=None, H=None, Dqk=None)
+    batch, seq, heads, d_qk = a.q.shape
+    check_tensor(a.op, "kv", a.kv, dtype, B=batch, S_kv=None, G=None, Dqk=d_qk)
+    groups = a.kv.shape[2]
+    check_tensor(a.op, "indices", a.indices, torch.int32, B=batch, S=seq, G=groups, K=None)
+    if a.topk_length is not None:
+        check_tensor(a.op, "topk_length", a.topk_length, torch.int32, B=batch, S=seq)
+    if attn_sink is not None:
+        check_tensor(a.op, "attn_sink", attn_sink, compute_dtype(a.q), H=heads)
+    if groups < 1 or heads % groups != 0 or heads // groups > _MAX_HEADS_PER_GROUP:
+        expected = f"a multiple of kv's groups, at most {_MAX_HEADS_PER_GROUP} a group"
+        fail(a.op, f"q's heads must be {expected}, got {heads} heads and {groups} groups")
+    if a.indices.shape[3] < 1:
+        fail(a.op, f"indices must have at least one slot a row, got {describe(a.indices)}")
+    check_scale(a.op, a.sm_scale)
+    check_q_start(a.op, a.q_start)
+    if a.kv_stride < 1:
+        fail(a.op, f"kv_stride must be at least 1, got {a.kv_stride}")
+    check_same_device(a.op, "q", a.q, kv=a.kv, indices=a.indices, topk_length=a.topk_length, attn_sink=attn_sink)
+
+
+def _check(a: Args) -> None:
+    _check_common(a, a.attn_sink)
+    if (a.q.shape[3], a.d_v) not in _SHAPES:
+        fail(a.op, f"(Dqk, d_v) must be (576, 512) or (512, 512), got ({a.q.shape[3]}, {a.d_v})")
+
+
+def _check_bwd(a: Args) -> None:
+    _check(a)
+    batch, seq, heads, _ = a.q.shape
+    for name in ("dout", "out"):
+        check_tensor(a.op, name, getattr(a, name), a.q.dtype, B=batch, S=seq, H=heads, Dv=a.d_v)
+    for name in ("lse", "dlse"):
+        if getattr(a, name) is not None:
+            check_tensor(a.op, name, getattr(a, name), compute_dtype(a.q), B=batch, S=seq, H=heads)
+    check_same_device(a.op, "q", a.q, dout=a.dout, out=a.out, lse=a.lse, dlse=a.dlse)
+
+
+def _check_dist(a: Args) -> None:
+    _check_common(a)
+    batch, seq, heads, d_qk = a.q.shape
+    if all(d_qk != width for width, _ in _SHAPES):
+        fail(a.op, f"Dqk must be 576 or 512, got {d_qk}")
+    check_tensor(a.op, "lse", a.lse, compute_dtype(a.q), B=batch, S=seq, H=heads)
+    check_same_device(a.op, "q", a.q, lse=a.lse)
+    if a.normalize and a.per_head_block:
+        reason = "since rows are to be divided by the sum of all blocks"
+        fail(a.op, f"normalize must be False beside per_head_block, {reason}")
+
+
+def _fake_bwd(a: Args) -> tuple[Tensor, ...]:
+    d_sink = a.q.new_empty(0, dtype=torch.float32) if a.attn_sink is None else a.attn_sink.new_empty(a.attn_sink.shape)
+    return a.q.new_empty(a.q.shape), a.kv.new_empty(a.kv.shape), d_sink
+
+
+def _fake_dist(a: Args) -> Tensor:
+    blocks = -(-(a.q.shape[2] // a.kv.shape[2]) // HEADS_PER_BLOCK)
+    shape = (blocks, *a.indices.shape) if a.per_head_block else a.indices.shape
+    result: Tensor = a.q.new_empty(shape, dtype=compute_dtype(a.q))
+    return result
+
+
+def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Tensor | None]:
+    if dout is None:
+        dout = torch.zeros_like(a.out)
+    options = (a.sm_scale, a.d_v, a.causal, a.q_start, a.kv_stride, a.topk_length, a.attn_sink, dlse)
+    dq, dkv, d_sink = torch.ops.dsa.sparse_mla_bwd(dout, a.q, a.kv, a.out, a.lse, a.indices, *options)
+    return {"q": dq, "kv": dkv, "attn_sink": None if a.attn_sink is None else d_sink}
+
+
+def _matmul_columns(a: Args, columns: int) -> int:
+    """Over every listed slot, whether it takes part or not: the count must not depend on data."""
+    batch, seq, heads, _ = a.q
+    return int(2 * batch * seq * heads * a.indices[3] * columns)
+
+
+Operator(
+    "sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, float? sm_scale=None, SymInt d_v=512, "
+    f"{_SLOTS}, Tensor? attn_sink=None) -> (Tensor out, Tensor lse)",
+    check=_check,
+    fake=lambda a: (a.q.new_empty(*a.q.shape[:3], a.d_v), a.q.new_empty(a.q.shape[:3], dtype=compute_dtype(a.q))),
+    reference=reference.sparse_mla_fwd,
+    saves=("q", "kv", "indices", "topk_length", "attn_sink", "out", "lse"),
+    backward=_backward,
+    cast=("q", "kv"),
+    flops=lambda a: _matmul_columns(a, a.q[3] + a.d_v),
+)
+Operator(
+    "sparse_mla_bwd(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, Tensor indices, float? sm_scale=None, "
+    f"SymInt d_v=512, {_SLOTS}, Tensor? attn_sink=None, Tensor? dlse=None, bool deterministic=False) -> "
+    "(Tensor dq, Tensor dkv, Tensor d_sink)",
+    check=_check_bwd,
+    fake=_fake_bwd,
+    reference=reference.sparse_mla_bwd,
+    # Scores, dP, dQ, and the key's and the value's part of dkv.
+    flops=lambda a: _matmul_columns(a, 3 * a.q[3] + 2 * a.d_v),
+)
+Operator(
+    f"attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, float? sm_scale=None, {_SLOTS}, "
+    "bool normalize=False, bool per_head_block=False) -> Tensor",
+    check=_check_dist,
+    fake=_fake_dist,
+    reference=reference.attn_dist,
+    cast=("q", "kv"),
+    flops=lambda a: _matmul_columns(a, a.q[3]),
+)
