@@ -56,11 +56,12 @@ def _check_sparse(a: Args) -> None:
 def _check_sparse_bwd(a: Args) -> None:
     _check_sparse(a)
     batch, heads, length, dim = a.q.shape
-    for name in ("dout", "out"):
-        check_tensor(a.op, name, getattr(a, name), a.q.dtype, B=batch, H=heads, Nq=length, D=dim)
-    for name in ("lse", "dlse"):
-        if getattr(a, name) is not None:
-            check_tensor(a.op, name, getattr(a, name), compute_dtype(a.q), B=batch, H=heads, Nq=length)
+    rows = {"B": batch, "H": heads, "Nq": length}
+    check_tensor(a.op, "dout", a.dout, a.q.dtype, **rows, D=dim)
+    check_tensor(a.op, "out", a.out, a.q.dtype, **rows, D=dim)
+    check_tensor(a.op, "lse", a.lse, compute_dtype(a.q), **rows)
+    if a.dlse is not None:
+        check_tensor(a.op, "dlse", a.dlse, compute_dtype(a.q), **rows)
     check_same_device(a.op, "q", a.q, dout=a.dout, out=a.out, lse=a.lse, dlse=a.dlse)
 
 

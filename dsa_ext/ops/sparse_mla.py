@@ -57,9 +57,9 @@ def _check_bwd(a: Args) -> None:
     batch, seq, heads, _ = a.q.shape
     for name in ("dout", "out"):
         check_tensor(a.op, name, getattr(a, name), a.q.dtype, B=batch, S=seq, H=heads, Dv=a.d_v)
-    for name in ("lse", "dlse"):
-        if getattr(a, name) is not None:
-            check_tensor(a.op, name, getattr(a, name), compute_dtype(a.q), B=batch, S=seq, H=heads)
+    check_tensor(a.op, "lse", a.lse, compute_dtype(a.q), B=batch, S=seq, H=heads)
+    if a.dlse is not None:
+        check_tensor(a.op, "dlse", a.dlse, compute_dtype(a.q), B=batch, S=seq, H=heads)
     check_same_device(a.op, "q", a.q, dout=a.dout, out=a.out, lse=a.lse, dlse=a.dlse)
 
 
@@ -98,7 +98,8 @@ def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Te
 def _matmul_columns(a: Args, columns: int) -> int:
     """Over every listed slot, whether it takes part or not: the count must not depend on data."""
     batch, seq, heads, _ = a.q
-    return int(2 * batch * seq * heads * a.indices[3] * columns)
+    count: int = 2 * batch * seq * heads * a.indices[3] * columns
+    return count
 
 
 Operator(
