@@ -83,7 +83,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, change: Callable[..., None])
             change(results, *given)
         return results
 
-    monkeypatch.setattr(reference, op, wrong)
+    monkeypatch.setattr(ops.OPERATORS[op], "reference", wrong)
 
 
 def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

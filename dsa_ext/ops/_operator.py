@@ -105,7 +105,8 @@ class Operator:
 
     def _cpu(self, reference: Callable[..., Results]) -> Callable[[Args], Results]:
         places = [self.arguments.index(name) for name in inspect.signature(reference).parameters]
-        return lambda args: reference(*(args[i] for i in places))
+        self.reference = reference
+        return lambda args: self.reference(*(args[i] for i in places))
 
     def _checked(self, check: Callable[[Args], None], compute: Callable[[Args], Results]) -> Callable[..., Results]:
         def checked(*args: Any, **options: Any) -> Results:
