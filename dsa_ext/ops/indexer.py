@@ -134,7 +134,8 @@ def _listed_backward(a: Args, dscores: Tensor | None) -> dict[str, Tensor | None
 def _matmul(a: Args, keys: int) -> int:
     """Over every key or listed slot, whether it takes part or not: the count must not depend on data."""
     seq, heads, dim = a.q
-    return int(2 * seq * heads * keys * dim)
+    count: int = 2 * seq * heads * keys * dim
+    return count
 
 
 Operator(

@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections: what a layer reads of the streams, the streams behind it, and gradients."""
+"""Manifold-constrained hyper-connections: what a layer reads of the streams, the streams after it, and gradients."""
 
 import torch
 from torch import Tensor
@@ -111,7 +111,8 @@ def _post_backward(a: Args, dout: Tensor | None) -> dict[str, Tensor | None]:
 def _product(a: Args) -> int:
     """That of phi and the streams of all tokens."""
     batch, length = a.x[:2]
-    return int(2 * batch * length * a.phi[0] * a.phi[1])
+    count: int = 2 * batch * length * a.phi[0] * a.phi[1]
+    return count
 
 
 Operator(
@@ -120,7 +121,7 @@ Operator(
     check=lambda a: _check_gates(a, a.bias),
     fake=_fake_pre,
     reference=reference.mhc_pre_fwd,
-    # In the order in which mhc_pre_bwd takes them behind the gradients.
+    # In the order in which mhc_pre_bwd takes them after the gradients.
     saves=("x", "phi", "alpha", "gamma", "h_post", "inv_rms", "h_mix", "h_pre"),
     backward=_pre_backward,
     constant_results=("inv_rms", "h_mix", "h_pre"),

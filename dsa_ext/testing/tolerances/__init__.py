@@ -61,8 +61,7 @@ def check(op: str, results: tuple[Tensor, ...] | Tensor, args: dict[str, Any]) -
     Raises AssertionError that names the result, the measure, the value and its limit. Returns each measure's value as a
     fraction of its limit, which is at most 1.
     """
-    args = _complete(op, args)
-    _check_forms(op, (results,) if isinstance(results, Tensor) else tuple(results), args)
+    _check_forms(op, (results,) if isinstance(results, Tensor) else tuple(results), _complete(op, args))
     return errors(op, results, args).check()
 
 
