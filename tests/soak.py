@@ -192,15 +192,16 @@ class Soak:
                 call = make_call(target, seed, self.device)
                 self.what = call.describe()
                 make_and_judge(call, seed, self.device)
-        except torch.OutOfMemoryError:
-            self.too_large[target] += 1
-            torch.cuda.empty_cache()
         except (AssertionError, SoakError) as error:
             self._failed(target, str(error))
         except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            self._failed(target, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
-            self._end_if_broken()
+            if "out of memory" in str(error):
+                self.too_large[target] += 1
+                torch.cuda.empty_cache()
+            else:
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                self._failed(target, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
+                self._end_if_broken()
         self.calls[target] += 1
         self.seconds[target] += time.monotonic() - begin
 

@@ -91,7 +91,7 @@ def test_scores_sum_to_one_where_lse_is_large(power: int, n_q: int) -> None:
 @pytest.mark.parametrize("n_kv", [2, 300])
 @pytest.mark.parametrize("sm_scale", [1e-39, -1e-39])
 def test_small_scale_of_scores_whose_differences_overflow(sm_scale: float, n_kv: int) -> None:
-    q, k, v = make_gpu(n_q=100, n_kv=n_kv, dim=64)
+    q, k, v = make_gpu(heads=2, kv_heads=2, n_q=100, n_kv=n_kv, dim=64)
     q[:], k[:] = 0, 0
     q[..., 0], k[..., 0] = 2, 1e38
     k[..., 1::2, 0] = -1e38

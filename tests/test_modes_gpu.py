@@ -245,3 +245,15 @@ def test_derivatives_that_do_not_exist(op: str) -> None:
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     print(repr(digests(DEVICE)))
+
+
+def test_memory_that_is_short_is_named() -> None:
+    args = on(DEVICE, ORDINARY["sparse_mla_fwd"](heads=128, seq=2048, topk=8))
+    torch.cuda.empty_cache()
+    _, everything = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**22) / everything)
+    try:
+        with pytest.raises(RuntimeError, match=r"CUDA out of memory: no room for bfloat16 \[1, 2048, 128, 512\] on"):
+            torch.ops.dsa.sparse_mla_fwd(**args)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

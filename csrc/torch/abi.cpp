@@ -73,20 +73,27 @@ std::string expected_shape(std::initializer_list<Dim> dims, bool with_sizes) {
   return text + "]";
 }
 
+std::string describe_sizes(const int64_t* sizes, int64_t dims) {
+  std::string text = "[";
+  for (int64_t i = 0; i < dims; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
 Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype, int device_index) {
   const int32_t shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dims, sizes, strides, shim_dtype, aoti_torch_device_type_cuda(), device_index, &handle));
+  // Its error comes without a type or a text, which PyTorch writes to stderr. Sizes have been checked: memory is short.
+  const int32_t cuda = aoti_torch_device_type_cuda();
+  const bool failed = aoti_torch_empty_strided(dims, sizes, strides, shim_dtype, cuda, device_index, &handle);
+  DSA_CHECK(!failed, "CUDA out of memory: no room for ", dtype_name(dtype), " ", describe_sizes(sizes, dims),
+            " on cuda:", device_index);
   return Tensor(handle);
 }
 
 }  // namespace
 
 std::string describe(const Tensor& tensor) {
-  std::string text = dtype_name(tensor.scalar_type()) + " [";
-  for (int64_t i = 0; i < tensor.dim(); ++i) text += (i ? ", " : "") + std::to_string(tensor.size(i));
-  return text + "]";
+  return dtype_name(tensor.scalar_type()) + " " + describe_sizes(tensor.sizes().data(), tensor.dim());
 }
 
 std::string describe_device(const Tensor& tensor) {

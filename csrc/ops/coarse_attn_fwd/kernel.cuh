@@ -26,6 +26,41 @@ inline constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
 inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
 inline constexpr int kGroupsBarrier = 1 + kGroups;  // of all that compute; 1, 2, 3 are each one's own
 
+// In units of log 2: from here on the rounding of a log-sum-exp would show in probabilities.
+inline constexpr float kLargeLse = 0x1p8f;
+
+// (score - top) * scale, for scores up to `top`. Where the scaled top is large the difference comes first, so that no
+// product is rounded; else the product, so that the difference cannot overflow.
+struct Exponent {
+  float factor, offset, scale;
+
+  __device__ __forceinline__ Exponent(float top, float scale_log2)
+      : factor(scale_log2), offset(-top * scale_log2), scale(1.f) {
+    if (!(fabsf(offset) <= kLargeLse)) factor = 1.f, offset = -top, scale = scale_log2;
+  }
+  __device__ __forceinline__ float operator()(float score) const { return fmaf(score, factor, offset) * scale; }
+  // Of another top, whose product is rounded as it was in the exponents that are relative to it.
+  __device__ __forceinline__ float of_top(float top) const { return (__fmul_rn(top, factor) + offset) * scale; }
+};
+
+// Exponentials of a row relative to its largest score so far, or to one of before as long as fp32 bears it.
+struct RowSum {
+  float top, sum;
+
+  __device__ __forceinline__ void move_top(float next, float scale_log2) {
+    sum *= exp2_fast(Exponent(next, scale_log2).of_top(top));
+    top = next;
+  }
+  // Over the four lanes of a row.
+  __device__ __forceinline__ void add_lanes(float scale_log2) {
+    float best = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
+    move_top(best, scale_log2);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+  }
+};
+
 template <int kColumns>
 struct SharedStorage {
   static constexpr int kSlots = 6 * 128 / kColumns;
@@ -36,7 +71,7 @@ struct SharedStorage {
     Bf16 out[kGroups][kBlock * kColumns];
     float partial_out[kGroups - 1][kBlock * kColumns / kWarpgroupThreads][kWarpgroupThreads];
   };
-  float2 row_sums[kGroups][kBlock];                           // of a shared item: top and sum
+  RowSum row_sums[kGroups][kBlock];                           // of a shared item
   float large_tops[kGroups][kBlock];                          // what scores of some warps are reduced by
   float column_sums[kGroups][2][kWarpsPerWarpgroup][kBlock];  // of tiles in turn
   uint64_t full[kSlots], empty[kSlots], queries_full[kGroups], queries_empty[kGroups];
@@ -83,39 +118,7 @@ __device__ __forceinline__ void copy(SharedStorage<kColumns>& shared, const Para
   }
 }
 
-// In units of log 2: from here on the rounding of a log-sum-exp would show in probabilities.
-inline constexpr float kLargeLse = 0x1p10f;
-
-// (score - top) * scale, for scores up to `top`. Where the scaled top is large the difference comes first, so that no
-// product is rounded; else the product, so that the difference cannot overflow.
-struct Exponent {
-  float factor, offset, scale;
-
-  __device__ __forceinline__ Exponent(float top, float scale_log2)
-      : factor(scale_log2), offset(-top * scale_log2), scale(1.f) {
-    if (!(fabsf(offset) <= kLargeLse)) factor = 1.f, offset = -top, scale = scale_log2;
-  }
-  __device__ __forceinline__ float operator()(float score) const { return fmaf(score, factor, offset) * scale; }
-};
-
-// Exponentials of a row relative to its largest score so far, or to one of before as long as fp32 bears it.
-struct RowSum {
-  float top = std::numeric_limits<float>::lowest(), sum = 0.f;
-
-  __device__ __forceinline__ void move_top(float next, float scale_log2) {
-    sum *= exp2_fast(Exponent(next, scale_log2)(top));
-    top = next;
-  }
-  __device__ __forceinline__ void add(RowSum other, float scale_log2) {
-    const float next = fmaxf(top, other.top);
-    move_top(next, scale_log2);
-    other.move_top(next, scale_log2);
-    sum += other.sum;
-  }
-  __device__ __forceinline__ void add_lane(int mask, float scale_log2) {
-    add({__shfl_xor_sync(~0u, top, mask), __shfl_xor_sync(~0u, sum, mask)}, scale_log2);
-  }
-};
+inline constexpr RowSum kNoKeys{std::numeric_limits<float>::lowest(), 0.f};
 
 // Adds what the lane across has; each keeps one half of the 2 kHalf columns.
 template <int kHalf>
@@ -161,8 +164,10 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     if (lane == 0) arrive(&shared.empty[ring.slot]);
     ring.advance();
   };
-  // Scores of the tile that has come, which is given back.
-  const auto score = [&](int tile) {
+  // Scores of the tile that has come, which is given back. With kReduced they are less the rows' tops. That and the
+  // last tile's end are rare, and share a branch.
+  constexpr int kPlain = kBlock, kReduced = INT_MAX;
+  const auto score = [&](int tile, int kind) {
     const auto r_k = score_mma.get_slice(thread).partition_fragment_B(
         make_tensor(make_smem_ptr(shared.tiles[ring.slot]), RowsByColumns<kColumns>{}));
     warpgroup_fence_operand(r_s);
@@ -178,8 +183,13 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     warpgroup_fence_operand(r_s);
     release();
     const int keys = p.seq_kv - tile * kBlock;
-    if (keys < kBlock) {
+    if (keys < kind) {
       const int left = keys - lane % 4 * 2;  // from this lane's first column on
+      if (kind == kReduced) {
+        const float* s_tops = shared.large_tops[group] + warp * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < r_s.size(); ++i) r_s(i) -= s_tops[i / 2 % 2 * 8];
+      }
 #pragma unroll
       for (int i = 0; i < r_s.size(); ++i) {
         if (i / 4 * 8 + i % 2 >= left) r_s(i) = -INFINITY;
@@ -194,18 +204,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       sums[r] = i < 4 ? sum : sums[r] + sum;
     }
   };
-  // Adds the scores of a tile to the rows' sums, without a look for a new top as long as sums do not grow much.
-  const auto add_scores = [&](RowSum(&rows)[2]) {
-    constexpr float kLimit = 0x1p40f;
-    float sums[2];
-    const float base[2] = {-rows[0].top * p.scale_log2, -rows[1].top * p.scale_log2};
-    if (rows[0].sum > 0.f && rows[1].sum > 0.f && fmaxf(fabsf(base[0]), fabsf(base[1])) <= kLargeLse) {
-      sums_of_rows([&](float score, int r) { return exp2_fast(fmaf(score, p.scale_log2, base[r])); }, sums);
-      if (sums[0] <= kLimit && sums[1] <= kLimit) {
-        rows[0].sum += sums[0], rows[1].sum += sums[1];
-        return;
-      }
-    }
+  const auto raise_tops = [&](RowSum(&rows)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float best = rows[r].top;
@@ -213,8 +212,19 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       for (int i = 2 * r; i < r_s.size(); i += 4) best = fmaxf(best, fmaxf(r_s(i), r_s(i + 1)));
       rows[r].move_top(best, p.scale_log2);
     }
-    const Exponent exponents[2] = {{rows[0].top, p.scale_log2}, {rows[1].top, p.scale_log2}};
-    sums_of_rows([&](float score, int r) { return exp2_fast(exponents[r](score)); }, sums);
+  };
+  // Adds the scores of a tile to the rows' sums, without a look for a new top as long as sums do not grow much.
+  const auto add_scores = [&](RowSum(&rows)[2]) {
+    constexpr float kLimit = 0x1p40f;
+    if (!(rows[0].sum > 0.f && rows[1].sum > 0.f)) raise_tops(rows);
+    float sums[2];
+    const float base[2] = {-rows[0].top * p.scale_log2, -rows[1].top * p.scale_log2};
+    sums_of_rows([&](float score, int r) { return exp2_fast(fmaf(score, p.scale_log2, base[r])); }, sums);
+    if (!(sums[0] <= kLimit && sums[1] <= kLimit && fmaxf(fabsf(base[0]), fabsf(base[1])) <= kLargeLse)) {
+      raise_tops(rows);
+      const Exponent exponents[2] = {{rows[0].top, p.scale_log2}, {rows[1].top, p.scale_log2}};
+      sums_of_rows([&](float score, int r) { return exp2_fast(exponents[r](score)); }, sums);
+    }
     rows[0].sum += sums[0], rows[1].sum += sums[1];
   };
   const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
@@ -234,32 +244,35 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     }
     warpgroup_fence_operand(r_q);
 
-    RowSum rows[2];
+    RowSum rows[2] = {kNoKeys, kNoKeys};
     for (int tile = 0; tile < p.kv_blocks; ++tile) {
       wait_full();
       if (!item.has_tile(group, tile)) {
         release();
         continue;
       }
-      score(tile);
+      score(tile, kPlain);
       add_scores(rows);
     }
     // Not before a product has waited for them: ptxas lets an arrival pass before loads have come.
     if (lane == 0) arrive(&shared.queries_empty[group]);
 
     const int first_row = warp * 16 + lane / 4, block = item.block(group);
-    for (RowSum& row : rows) row.add_lane(1, p.scale_log2), row.add_lane(2, p.scale_log2);
+    for (RowSum& row : rows) row.add_lanes(p.scale_log2);
     if (thread == 0) tma_store_wait_read();  // long done: of the last item
     if (item.is_shared) {
       if (lane % 4 == 0) {
-        for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = {rows[r].top, rows[r].sum};
+        for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = rows[r];
       }
       sync_groups();
       for (int r = 0; r < 2; ++r) {
-        rows[r] = {};
-        for (const auto& sums : shared.row_sums) {
-          const float2 part = sums[first_row + 8 * r];
-          rows[r].add({part.x, part.y}, p.scale_log2);
+        float best = kNoKeys.top;
+        for (const auto& parts : shared.row_sums) best = fmaxf(best, parts[first_row + 8 * r].top);
+        rows[r] = {best, 0.f};
+        for (const auto& parts : shared.row_sums) {
+          RowSum part = parts[first_row + 8 * r];
+          part.move_top(best, p.scale_log2);
+          rows[r].sum += part.sum;
         }
       }
     }
@@ -270,7 +283,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     float lse[2];
     for (int r = 0; r < 2; ++r) {
       const int query = block * kBlock + first_row + 8 * r;
-      lse[r] = log_of_sum(rows[r].top * p.scale_log2, log2_fast(rows[r].sum));
+      lse[r] = log_of_sum(__fmul_rn(rows[r].top, p.scale_log2), log2_fast(rows[r].sum));
       if (is_writer && lane % 4 == 0 && query < p.seq_q) p.lse[head_row * p.seq_q + query] = lse[r] * kLn2;
     }
     const bool any_large = __any_sync(~0u, !(fmaxf(fabsf(lse[0]), fabsf(lse[1])) <= kLargeLse));
@@ -287,6 +300,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
 
     const float query_share = 1.f / min(kBlock, p.seq_q - block * kBlock);
     float* g_scores = p.scores + (head_row * p.q_blocks + block) * p.seq_kv;
+    const int kind = any_large ? kReduced : kPlain;
     clear(r_out);
     for (int tile = 0; tile < p.kv_blocks; ++tile) {
       wait_full();
@@ -296,12 +310,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
         release();
         continue;
       }
-      score(tile);
-      if (any_large) {
-        const float* s_tops = shared.large_tops[group] + first_row;
-#pragma unroll
-        for (int i = 0; i < r_s.size(); ++i) r_s(i) -= s_tops[i / 2 % 2 * 8];
-      }
+      score(tile, kind);
 #pragma unroll
       for (int i = 0; i < r_s.size(); ++i) r_s(i) = exp2_fast(fmaf(r_s(i), p.scale_log2, -lse[i / 2 % 2]));
       float columns[kBlock / 4];

@@ -42,8 +42,8 @@ def score_gradients(
     log_p = log_p.masked_fill(lse == -torch.inf, -torch.inf)
     p = log_p.exp()
     p_noise = spread(log_p, s.noise + 2 * FP32_RESOLUTION * lse.abs().nan_to_num(0, 0, 0)) + TINY * (p > 0)
-    # A large lse has a margin, with which no p is much more than 1.
-    p_noise = torch.where((lse.abs() > sparse_mla.LARGE_LSE) & (p <= 1), p_noise.clamp(max=1), p_noise)
+    # A large lse has a margin, with which no p is much more than sqrt(2).
+    p_noise = torch.where((lse.abs() > sparse_mla.LARGE_LSE) & (p <= 1), p_noise.clamp(max=2), p_noise)
     dp, products = dout @ values.mT, dout.abs() @ values.abs().mT
     change = dp - delta
     weights = p + p_noise

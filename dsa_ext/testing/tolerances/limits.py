@@ -54,12 +54,13 @@ def similarity_error(a: Tensor, b: Tensor) -> float:
 
 def similarity_limit(limit: float, expected: float, count: float) -> float:
     """`limit`, or more where roundings to bf16 that make an `expected` error are of so few numbers that they do not
-    average out: the mean of the squares of `count` errors has a deviation of about 1 / sqrt(count) of itself. It is at
-    most what all roundings make if each is the largest that there is, and all have one direction.
+    average out: the mean of the squares of `count` normal errors is beyond this factor once in 10^11 (Laurent and
+    Massart, 2000, lemma 1). It is at most what all roundings make if each is the largest that there is, and all have
+    one direction.
     """
     roundings = expected / BF16_SIMILARITY
     largest = (roundings * BF16_ROUNDING) ** 2 / 2
-    return max(limit, min(largest, expected * (1 + 10 / math.sqrt(count))))
+    return max(limit, min(largest, expected * (1 + 10 / math.sqrt(count) + 50 / count)))
 
 
 def effective_count(squares: Tensor) -> float:
