@@ -376,7 +376,7 @@ def test_similarity_of_few_numbers() -> None:
     assert similarity_limit(5e-6, BF16_SIMILARITY, 1) == 2.0**-16 / 2
     assert similarity_limit(7e-6, 3 * BF16_SIMILARITY, 300) == 7e-6
     assert 7e-6 < similarity_limit(7e-6, 3 * BF16_SIMILARITY, 30) < 2e-5
-    assert similarity_limit(7e-6, 3 * BF16_SIMILARITY, 1) < 5e-5
+    assert similarity_limit(7e-6, 3 * BF16_SIMILARITY, 1) == (3 * 2.0**-8) ** 2 / 2
     assert effective_count(torch.tensor([3.0, 3.0, 0.0])) == 2
     assert effective_count(torch.tensor([1e300, 1.0], dtype=torch.float64)) == 1
     assert effective_count(torch.zeros(4)) == 0
@@ -385,8 +385,9 @@ def test_similarity_of_few_numbers() -> None:
 @pytest.mark.parametrize("rows", [1, 40])
 def test_one_row_of_a_gradient_may_be_rounded_as_one(rows: int) -> None:
     """All terms of a key's gradient are products of one rounded number: off by 2^-8 of it, but not for many keys."""
-    args = ORDINARY["indexer_scores_bwd"](seq=rows)
-    args["indices"] = torch.where(torch.arange(30) < rows, 2 * torch.arange(30), -1).int().expand(rows, 30).contiguous()
+    args = ORDINARY["indexer_scores_bwd"](seq=rows, s_kv=600, slots=300)
+    ids = 2 * torch.arange(300)
+    args["indices"] = torch.where((ids == 0) | (rows > 1), ids, -1).int().expand(rows, 300).contiguous()
     dq, dk, dweights = torch.ops.dsa.indexer_scores_bwd(**args)
     off = (dk.float() * (1 + 2.0**-8)).bfloat16()
     assert similarity_error(off, dk) > 7e-6
@@ -449,3 +450,37 @@ def test_equal_probabilities_have_one_rounding() -> None:
     check("coarse_attn_fwd", (rounded, *rest), args)
     with pytest.raises(AssertionError, match="similarity"):
         check("coarse_attn_fwd", ((out.double() * 1.012).to(out.dtype), *rest), args)
+
+
+def test_equal_queries_have_one_rounding() -> None:
+    """What arrives at a score is rounded to bf16 once for all heads: those of equal queries do not average out."""
+    args = ORDINARY["indexer_scores_bwd"](seq=40, heads=64, dim=128, s_kv=3000)
+    args["q"] = args["q"][:1, :1].abs().expand_as(args["q"])
+    args["k"] = args["k"].abs()
+    args["weights"] = torch.ones_like(args["weights"])
+    exact = torch.ops.dsa.indexer_scores_bwd(**args)
+    args_of_kernel = args | {"dscores": args["dscores"].bfloat16().float()}
+    rounded = torch.ops.dsa.indexer_scores_bwd(**args_of_kernel)
+    check("indexer_scores_bwd", rounded, args)
+    check("indexer_scores_bwd", exact, args)
+    with pytest.raises(AssertionError, match="dk"):
+        check("indexer_scores_bwd", (rounded[0], rounded[1] * 1.02, rounded[2]), args)
+
+
+def test_equal_rows_of_scores_have_one_rounding() -> None:
+    """Queries far smaller than their keys' differences share dP, and with it what rounding adds."""
+    args = ORDINARY["block_sparse_attn_bwd"](n_q=640, n_kv=64, dim=128)
+    args["k"] = args["k"] * 1e-3
+    args["dout"] = args["dout"][:, :, :1].expand_as(args["dout"])
+    args = with_forward("block_sparse_attn_bwd", args)
+    check("block_sparse_attn_bwd", torch.ops.dsa.block_sparse_attn_bwd(**args), args)
+
+
+def test_a_scale_of_zero_hides_no_overflow() -> None:
+    args = with_forward("block_sparse_attn_bwd", ORDINARY["block_sparse_attn_bwd"]() | {"sm_scale": 0.0})
+    args["q"] = args["q"].sign() * 1e38
+    dq, dk, dv = torch.ops.dsa.block_sparse_attn_bwd(**args)
+    seen = (dv != 0).any(-1, keepdim=True)
+    check("block_sparse_attn_bwd", (dq, dk.masked_fill(seen, torch.nan), dv), args)
+    with pytest.raises(AssertionError, match="dq"):
+        check("block_sparse_attn_bwd", (dq + 1, dk, dv), args)

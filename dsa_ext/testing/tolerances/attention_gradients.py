@@ -1,5 +1,6 @@
 """What the gradients of attention may differ by: see attention.py for scores and probabilities."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ from dsa_ext import reference
 from dsa_ext.reference import block_sparse, sparse_mla
 from dsa_ext.testing.tolerances.attention import Scores, scale_of, scores_of, spread, visible_slots, wide_with_lse
 from dsa_ext.testing.tolerances.limits import (
-    BF16_ROUNDING,
     FP32_RESOLUTION,
     HUGE,
     SUM_OF_PRODUCTS,
@@ -19,6 +19,7 @@ from dsa_ext.testing.tolerances.limits import (
     Rounded,
     gradient,
     overflows,
+    rounding_error,
 )
 
 
@@ -28,15 +29,18 @@ class ScoreGradients:
 
     p: Tensor
     p_noise: Tensor
+    p_made: Tensor  # what its rounding to bf16 adds
     ds: Tensor
     ds_noise: Tensor
+    ds_made: Tensor
     free: Tensor  # [.., n]
 
 
 def score_gradients(
     s: Scores, values: Tensor, dout: Tensor, dout_noise: Tensor, delta: Tensor, delta_noise: Tensor, lse: Tensor,
-    scale: float,
+    scale: float, scale_comes_last: bool,
 ) -> ScoreGradients:  # fmt: skip
+    """`scale_comes_last`: after dS has been rounded to bf16."""
     lse, delta, delta_noise = (t[..., None] for t in (lse, delta, delta_noise))
     log_p = s.scores - lse.masked_fill(lse == -torch.inf, 0)
     log_p = log_p.masked_fill(lse == -torch.inf, -torch.inf)
@@ -56,22 +60,24 @@ def score_gradients(
     over = overflows(products, delta, ds, ds * scale, weights * products) | (log_p.isfinite() & ~(weights <= HUGE))
     visible = s.scores > -torch.inf
     free = s.free | (over & (visible | s.scores.isnan())).any(-1)
-    return ScoreGradients(p, p_noise, ds * scale, abs(scale) * (noise + TINY * (p > 0)) + TINY * (p > 0), free)
+    noise = abs(scale) * (noise + TINY * (p > 0)) + TINY * (p > 0)
+    ds_made = rounding_error(ds) * scale if scale_comes_last else rounding_error(ds * scale)
+    return ScoreGradients(p, p_noise, rounding_error(p), ds * scale, noise, ds_made, free)
 
 
 def _gradient(
-    name: str,
-    value: Tensor,
-    noise: Tensor,
-    squares: Tensor,
-    total: Tensor,
-    free: Tensor,
-    scale: float,
-    rounded: Rounded,
+    name: str, value: Tensor, sums: Sequence[Tensor], free: Tensor, scale: float, rounded: Rounded
 ) -> Expected:
-    """Of terms the sum of whose magnitudes is `total`, once they are multiplied by the scale, which comes last."""
+    """`sums` of the terms' noise, of their squares, of what rounding adds, and of their magnitudes, all multiplied by
+    the scale, which comes last in the kernels."""
+    noise, squares, made, total = sums
     over = overflows(total, total / min(1.0, max(abs(scale), 1e-300)))
-    return gradient(name, value, noise + SUM_OF_PRODUCTS * total, squares, free | over, rounded.count)
+    return gradient(name, value, noise + SUM_OF_PRODUCTS * total, squares, made, free | over, rounded.count)
+
+
+def _scale_of(args: dict[str, Any]) -> float:
+    """The scale; for 0 a number so small that it makes no difference, but to what overflows before it is multiplied."""
+    return scale_of(args) or 1e-300
 
 
 def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
@@ -79,7 +85,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     args.pop("deterministic")
     d_v = args.pop("d_v")
     q, kv, indices, dout, out, lse = (args[name] for name in ("q", "kv", "indices", "dout", "out", "lse"))
-    sink, dlse, scale, visible = args["attn_sink"], args["dlse"], scale_of(args), visible_slots(args)
+    sink, dlse, scale, visible = args["attn_sink"], args["dlse"], _scale_of(args), visible_slots(args)
     dq, dkv, d_sink = reference.sparse_mla_bwd(**args)
 
     share = sparse_mla.share_beside_sink(lse, sink)
@@ -94,22 +100,23 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
         delta_noise = delta_noise + FP32_RESOLUTION * dlse.abs()
     upstream, upstream_noise = share[..., None] * dout, vanishing * dout.abs().nan_to_num(0, 0, 0)
 
-    dq_noise, dq_squares, dq_total = (torch.zeros_like(dq) for _ in range(3))
+    dq_noise, dq_squares, dq_made, dq_total = (torch.zeros_like(dq) for _ in range(4))
     free = torch.zeros_like(lse, dtype=torch.bool)
     rounded = {name: Rounded(q.device) for name in ("dq", "dkv")}
     batch, s_kv, groups, dim = kv.shape
     keys_of = (batch * (s_kv + 1) * groups, dim)
-    dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms = (q.new_zeros(keys_of) for _ in range(5))
+    dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_free, dkv_terms = (q.new_zeros(keys_of) for _ in range(6))
     for chunk in sparse_mla.chunks(q, kv, indices, visible):
         run, heads_of = chunk.queries, chunk.q.shape[2:4]
         do, do_noise, delta_c, noise_c, lse_c = (
             t[:, run].unflatten(2, heads_of) for t in (upstream, upstream_noise, delta_of_scores, delta_noise, lse)
         )
         s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
-        g = score_gradients(s, chunk.keys[..., :d_v], do, do_noise, delta_c, noise_c, lse_c, scale)
+        g = score_gradients(s, chunk.keys[..., :d_v], do, do_noise, delta_c, noise_c, lse_c, scale, False)
         keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
         dq_noise[:, run] = (g.ds_noise @ keys).flatten(2, 3)
         dq_squares[:, run] = (g.ds.square() @ keys.square()).flatten(2, 3)
+        dq_made[:, run] = (g.ds_made @ chunk.keys).flatten(2, 3)
         dq_total[:, run] = (g.ds.abs() @ keys).flatten(2, 3)
         rounded["dq"].add(g.ds, g.ds.square() * keys.square().sum(-1)[..., None, :])
         rounded["dkv"].add(g.ds, g.ds.square() * queries.square().sum(-1, keepdim=True))
@@ -125,6 +132,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
         onto_keys(dkv_noise, g.ds_noise, g.p_noise, queries, doa)
         onto_keys(dkv_noise, torch.zeros_like(g.p), (g.p > 0).double(), queries, do_noise)
         onto_keys(dkv_squares, g.ds.square(), g.p.square(), queries.square(), doa.square())
+        onto_keys(dkv_made, g.ds_made, g.p_made, chunk.q, do)
         onto_keys(dkv_total, g.ds.abs(), g.p, queries, doa)
         terms = chunk.visible[..., 0, :].double() * chunk.q.shape[3]
         dkv_terms.index_add_(0, rows, terms.flatten()[:, None].expand(-1, dim))
@@ -137,14 +145,14 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     def by_key(t: Tensor) -> Tensor:
         return t.view(batch, s_kv + 1, groups, dim)[:, :s_kv]
 
-    dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms = map(
-        by_key, (dkv_noise, dkv_squares, dkv_total, dkv_free, dkv_terms)
+    dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_free, dkv_terms = map(
+        by_key, (dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_free, dkv_terms)
     )
     # Sums in memory round what is below the normal numbers to 0, term by term.
     dkv_noise = dkv_noise + TINY * dkv_terms
     expected = [
-        _gradient("dq", dq, dq_noise, dq_squares, dq_total, free[..., None], scale, rounded["dq"]),
-        _gradient("dkv", dkv, dkv_noise, dkv_squares, dkv_total, dkv_free > 0, scale, rounded["dkv"]),
+        _gradient("dq", dq, (dq_noise, dq_squares, dq_made, dq_total), free[..., None], scale, rounded["dq"]),
+        _gradient("dkv", dkv, (dkv_noise, dkv_squares, dkv_made, dkv_total), dkv_free > 0, scale, rounded["dkv"]),
     ]
     if sink is None:
         return [*expected, Expected("d_sink", d_sink, d_sink, d_sink, None)]
@@ -152,23 +160,13 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     noise = ((1 - share) * SUM_OF_PRODUCTS * products + (share_noise + FP32_RESOLUTION) * delta.abs()).sum((0, 1))
     total = ((1 - share) * products).sum((0, 1))
     noise = noise + SUM_OF_PRODUCTS * total
-    return [*expected, gradient("d_sink", d_sink, noise, torch.zeros_like(noise), overflows(total))]
-
-
-def _squares(terms: Tensor, rows: Tensor) -> Tensor:
-    """Of what a block's queries add to each key, `terms` [.., n, K] being rounded and then multiplied with `rows`
-    [.., n, D]: the sum of squares, or where all terms are about equal, and so are their errors, the square of the
-    sum."""
-    terms = terms.abs()
-    largest, least = terms.amax(-2), terms.masked_fill(terms == 0, torch.inf).amin(-2)
-    equal = largest - least <= BF16_ROUNDING / 2 * largest
-    return torch.where(equal[..., None], (terms.mT @ rows).square(), terms.square().mT @ rows.square())
+    return [*expected, gradient("d_sink", d_sink, noise, *torch.zeros_like(noise).expand(2, -1), overflows(total))]
 
 
 def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
     args = wide_with_lse(args)
     q, k, v, dout, out, lse = (args[name] for name in ("q", "k", "v", "dout", "out", "lse"))
-    dlse, scale = args["dlse"], scale_of(args)
+    dlse, scale = args["dlse"], _scale_of(args)
     count, kv_blocks, block = block_sparse.blocks(q.shape[2]), block_sparse.blocks(k.shape[2]), block_sparse.BLOCK
     dq, dk, dv = reference.block_sparse_attn_bwd(**args)
 
@@ -190,8 +188,9 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
     upstream = block_sparse.cut(dout.where(seen[..., None], 0), count)
 
     of_q, of_k = (*q.shape[:2], count, block, q.shape[3]), (*k.shape[:2], kv_blocks + 1, block, k.shape[3])
-    dq_noise, dq_squares, dq_total = (q.new_zeros(of_q) for _ in range(3))
-    sums = {name: q.new_zeros(of_k) for name in ("dk", "dk2", "dk_total", "dv", "dv2", "dv_total", "free")}
+    dq_noise, dq_squares, dq_made, dq_total = (q.new_zeros(of_q) for _ in range(4))
+    kinds = ("noise", "squares", "made", "total")
+    sums = {name: q.new_zeros(of_k) for name in ("free", *(f"{g} {kind}" for g in ("dk", "dv") for kind in kinds))}
     free = torch.zeros(of_q[:-1], dtype=torch.bool, device=q.device)
     rounded = {name: Rounded(q.device) for name in ("dq", "dk", "dv")}
     lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
@@ -200,23 +199,25 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
         do = upstream[run]
         s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
         g = score_gradients(
-            s, chunk.values, do, torch.zeros_like(do), delta[run], delta_noise[run], row_lse[run], scale
+            s, chunk.values, do, torch.zeros_like(do), delta[run], delta_noise[run], row_lse[run], scale, True
         )
         keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
         dq_noise[run], dq_total[run] = g.ds_noise @ keys, g.ds.abs() @ keys
-        dq_squares[run] = g.ds.square() @ keys.square()
+        dq_squares[run], dq_made[run] = g.ds.square() @ keys.square(), g.ds_made @ chunk.keys
         rounded["dq"].add(g.ds, g.ds.square() * keys.square().sum(-1)[..., None, :])
         rounded["dk"].add(g.ds, g.ds.square() * queries.square().sum(-1, keepdim=True))
         rounded["dv"].add(g.p, g.p.square() * doa.square().sum(-1, keepdim=True))
         free[run] = g.free
         unsure = (g.free | (empty[run] & chunk.visible.any(-1))).any(-1)[..., None] & chunk.visible[..., 0, :]
         for name, part in (
-            ("dk", g.ds_noise.mT @ queries),
-            ("dk2", _squares(g.ds, queries)),
-            ("dk_total", g.ds.abs().mT @ queries),
-            ("dv", g.p_noise.mT @ doa),
-            ("dv2", _squares(g.p, doa)),
-            ("dv_total", g.p.mT @ doa),
+            ("dk noise", g.ds_noise.mT @ queries),
+            ("dk squares", g.ds.square().mT @ queries.square()),
+            ("dk made", g.ds_made.mT @ chunk.q),
+            ("dk total", g.ds.abs().mT @ queries),
+            ("dv noise", g.p_noise.mT @ doa),
+            ("dv squares", g.p.square().mT @ doa.square()),
+            ("dv made", g.p_made.mT @ do),
+            ("dv total", g.p.mT @ doa),
             ("free", unsure[..., None].double().expand(*unsure.shape, q.shape[3])),
         ):
             sums[name].flatten(0, 2).index_add_(0, chunk.rows.flatten(), part.reshape(-1, block, q.shape[3]))
@@ -228,9 +229,9 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
     def by_query(t: Tensor) -> Tensor:
         return t.flatten(2, 3)[:, :, : q.shape[2]]
 
-    noise, squares, total, over = (by_query(t) for t in (dq_noise, dq_squares, dq_total, free[..., None]))
-    expected = [_gradient("dq", dq, noise, squares, total, over, scale, rounded["dq"])]
+    *parts, over = (by_query(t) for t in (dq_noise, dq_squares, dq_made, dq_total, free[..., None]))
+    expected = [_gradient("dq", dq, parts, over, scale, rounded["dq"])]
     for name, value in (("dk", dk), ("dv", dv)):
-        noise, squares, total = (by_key(f"{name}{part}") for part in ("", "2", "_total"))
-        expected.append(_gradient(name, value, noise, squares, total, by_key("free") > 0, scale, rounded[name]))
+        parts = [by_key(f"{name} {kind}") for kind in kinds]
+        expected.append(_gradient(name, value, parts, by_key("free") > 0, scale, rounded[name]))
     return expected

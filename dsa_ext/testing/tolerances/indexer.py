@@ -24,6 +24,7 @@ from dsa_ext.testing.tolerances.limits import (
     Rounded,
     gradient,
     overflows,
+    rounding_error,
     wide,
 )
 
@@ -108,9 +109,10 @@ class _GradientSums:
     """Bounds of dq, dk and dweights, run by run."""
 
     def __init__(self, q: Tensor, keys: int, weights: Tensor) -> None:
-        self.dq = {name: torch.zeros_like(q) for name in ("noise", "squares", "total")}
-        self.dk = {name: q.new_zeros(keys, q.shape[2]) for name in ("noise", "squares", "total")}
-        self.dweights = {name: torch.zeros_like(weights) for name in ("noise", "squares", "total")}
+        kinds = ("noise", "squares", "made", "total")
+        self.dq = {kind: torch.zeros_like(q) for kind in kinds}
+        self.dk = {kind: q.new_zeros(keys, q.shape[2]) for kind in kinds}
+        self.dweights = {kind: torch.zeros_like(weights) for kind in kinds}
         self.free = {"dq": torch.zeros_like(q, dtype=torch.bool), "dk": q.new_zeros(keys, 1)}
         self.free["dweights"] = torch.zeros_like(weights, dtype=torch.bool)
         self.rounded = {name: Rounded(q.device) for name in ("dq", "dk", "dweights")}
@@ -135,6 +137,7 @@ class _GradientSums:
         g = g.masked_fill(absent, 0)
         self.dweights["noise"][run] = (g.abs() * off + (g_noise * (relu + off)).masked_fill(absent, 0)).sum(-1)
         self.dweights["squares"][run] = (g * relu).square().sum(-1)
+        self.dweights["made"][run] = (rounding_error(g) * relu).sum(-1)
         self.dweights["total"][run] = (g.abs() * products).sum(-1)
         # Terms that are there, and those that may be there or not.
         term = (g * w).masked_fill(hidden | (scores <= 0), 0)
@@ -153,13 +156,21 @@ class _GradientSums:
         self.rounded["dq"].add(g, g_squares * of_keys * weights[:, :, None].square())
         self.rounded["dk"].add(term, term.square() * q.square().sum(-1, keepdim=True))
         self.rounded["dweights"].add(g, g_squares * relu.square())
-        for name, of_scores, power in (("noise", noise, 1), ("squares", term.square(), 2), ("total", term.abs(), 1)):
-            self.dq[name][run] = of_scores @ keys.abs() ** power
-            queries = q.abs() ** power
+        # What arrives is rounded, and for dk once more with its weight.
+        positive = (scores > 0) & ~hidden
+        of_dq = rounding_error(g) * weights[:, :, None] * positive
+        of_dk = of_dq + rounding_error((term + of_dq).where(positive, 0))
+        for kind, of_query, of_key, keys_, queries in (
+            ("noise", noise, noise, keys.abs(), q.abs()),
+            ("squares", term.square(), term.square(), keys.square(), q.square()),
+            ("made", of_dq, of_dk, keys, q),
+            ("total", term.abs(), term.abs(), keys.abs(), q.abs()),
+        ):
+            self.dq[kind][run] = of_query @ keys_
             if rows is None:
-                self.dk[name] += of_scores.flatten(0, 1).mT @ queries.flatten(0, 1)
+                self.dk[kind] += of_key.flatten(0, 1).mT @ queries.flatten(0, 1)
             else:
-                self.dk[name].index_add_(0, rows.flatten(), (of_scores.mT @ queries).flatten(0, 1))
+                self.dk[kind].index_add_(0, rows.flatten(), (of_key.mT @ queries).flatten(0, 1))
         # Sums in memory round what is below the normal numbers to 0, term by term.
         for total, terms in ((self.dk["noise"], TINY * visible.double()), (self.free["dk"], large.any(1).double())):
             if rows is None:
@@ -175,7 +186,8 @@ class _GradientSums:
             count = self.rounded[name].count
             free = overflows(total) | (self.free[name][: len(value)] > 0)
             free = free | (unsure.keys if name == "dk" else unsure.queries.view(-1, *(1,) * (value.dim() - 1)))
-            result.append(gradient(name, value, noise, sums["squares"][: len(value)], free, count))
+            squares, made = (sums[kind][: len(value)] for kind in ("squares", "made"))
+            result.append(gradient(name, value, noise, squares, made, free, count))
         return result
 
 

@@ -232,18 +232,30 @@ def wide(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def rounding_error(x: Tensor) -> Tensor:
+    """What rounding to bf16 adds to float64 numbers; 0 where it overflows."""
+    return (x.bfloat16().double() - x).nan_to_num(0, 0, 0)
+
+
 def gradient(
-    name: str, value: Tensor, noise: Tensor, squares: Tensor, free: Tensor | None = None, count: float = math.inf
+    name: str,
+    value: Tensor,
+    noise: Tensor,
+    squares: Tensor,
+    made: Tensor,
+    free: Tensor | None = None,
+    count: float = math.inf,
 ) -> Expected:
-    """A gradient whose terms are rounded to bf16 before they are summed, `squares` being the sums of their squares, and
-    `count` the number of different ones. Elements are held to GRADIENT_ELEMENTWISE of their row's largest one."""
-    rounding = BF16_ROUNDING * squares.sqrt()
+    """A gradient whose terms are rounded to bf16 before they are summed, `squares` being the sums of their squares,
+    `made` the sums of what rounding adds to them, and `count` the number of different ones. Elements are held to
+    GRADIENT_ELEMENTWISE of their row's largest one."""
+    rounding, made = BF16_ROUNDING * squares.sqrt(), made.nan_to_num(0, 0, 0)
     largest = _row_largest(value.abs().nan_to_num(0, 0, 0))
     return Expected(
         name,
         value,
-        bound=GRADIENT_ELEMENTWISE * largest + BF16_ROUNDING * value.abs() + 3 * rounding + noise + TINY,
-        noise=(noise.square() + TERM_ROUNDINGS * rounding.square() / 6).sqrt() + TINY,
+        bound=GRADIENT_ELEMENTWISE * largest + BF16_ROUNDING * value.abs() + 3 * rounding + made.abs() + noise + TINY,
+        noise=(noise.square() + (TERM_ROUNDINGS * rounding.square() / 6).maximum(made.square())).sqrt() + TINY,
         roundings=1,
         count=count,
         # Where terms do not cancel, what arrives may have one error in all of them, and so has what they share.
