@@ -160,7 +160,8 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     noise = ((1 - share) * SUM_OF_PRODUCTS * products + (share_noise + FP32_RESOLUTION) * delta.abs()).sum((0, 1))
     total = ((1 - share) * products).sum((0, 1))
     noise = noise + SUM_OF_PRODUCTS * total
-    return [*expected, gradient("d_sink", d_sink, noise, *torch.zeros_like(noise).expand(2, -1), overflows(total))]
+    nothing = torch.zeros_like(noise)
+    return [*expected, gradient("d_sink", d_sink, noise, nothing, nothing, overflows(total))]
 
 
 def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
