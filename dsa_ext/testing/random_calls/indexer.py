@@ -238,7 +238,7 @@ def functional_indexer_logits(draw: Draw) -> Call:
 
     def judge(results: Results, a: Args) -> None:
         check("indexer_logits", results[:1], select(a, *_SCORING))
-        check("indexer_logits_bwd", results[1:], a)
+        check("indexer_logits_bwd", results[1:], a | {"deterministic": deterministic})
 
     return Call("functional.indexer_logits", args, run, judge, () if deterministic else (2,), draw.notes)
 
@@ -257,7 +257,7 @@ def functional_indexer_scores(draw: Draw) -> Call:
 
     def judge(results: Results, a: Args) -> None:
         check("indexer_scores", results[:1], select(a, "q", "k", "weights", "indices"))
-        check("indexer_scores_bwd", results[1:], a)
+        check("indexer_scores_bwd", results[1:], a | {"deterministic": deterministic})
 
     return Call("functional.indexer_scores", args, run, judge, () if deterministic else (2,), draw.notes)
 

@@ -126,7 +126,8 @@ def functional_sparse_mla(draw: Draw) -> Call:
         check("sparse_mla_fwd", (out, lse), select(a, *_FORWARD))
         dout = torch.zeros_like(out) if a["dout"] is None else a["dout"]
         d_sink = d_sink or [lse.new_empty(0)]
-        check("sparse_mla_bwd", (dq, dkv, *d_sink), {**a, "dout": dout, "out": out, "lse": lse})
+        saved = {"dout": dout, "out": out, "lse": lse, "deterministic": deterministic}
+        check("sparse_mla_bwd", (dq, dkv, *d_sink), a | saved)
 
     return Call("functional.sparse_mla", args, run, judge, () if deterministic else (3,), draw.notes)
 

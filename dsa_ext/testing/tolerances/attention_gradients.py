@@ -66,13 +66,21 @@ def score_gradients(
 
 
 def _gradient(
-    name: str, value: Tensor, sums: Sequence[Tensor], free: Tensor, scale: float, rounded: Rounded
+    name: str,
+    value: Tensor,
+    sums: Sequence[Tensor],
+    free: Tensor,
+    scale: float,
+    rounded: Rounded,
+    row_squares: Tensor | float = 0.0,
 ) -> Expected:
     """`sums` of the terms' noise, of their squares, of what rounding adds, and of their magnitudes, all multiplied by
     the scale, which comes last in the kernels."""
     noise, squares, made, total = sums
     over = overflows(total, total / min(1.0, max(abs(scale), 1e-300)))
-    return gradient(name, value, noise + SUM_OF_PRODUCTS * total, squares, made, free | over, rounded.count)
+    return gradient(
+        name, value, noise + SUM_OF_PRODUCTS * total, squares, made, free | over, rounded.count, row_squares
+    )
 
 
 def _scale_of(args: dict[str, Any]) -> float:
@@ -82,7 +90,7 @@ def _scale_of(args: dict[str, Any]) -> float:
 
 def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     args = wide_with_lse(args)
-    args.pop("deterministic")
+    rows_are_rounded = args.pop("deterministic")
     d_v = args.pop("d_v")
     q, kv, indices, dout, out, lse = (args[name] for name in ("q", "kv", "indices", "dout", "out", "lse"))
     sink, dlse, scale, visible = args["attn_sink"], args["dlse"], _scale_of(args), visible_slots(args)
@@ -105,7 +113,9 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     rounded = {name: Rounded(q.device) for name in ("dq", "dkv")}
     batch, s_kv, groups, dim = kv.shape
     keys_of = (batch * (s_kv + 1) * groups, dim)
-    dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_free, dkv_terms = (q.new_zeros(keys_of) for _ in range(6))
+    dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_rows, dkv_free, dkv_terms = (
+        q.new_zeros(keys_of) for _ in range(7)
+    )
     for chunk in sparse_mla.chunks(q, kv, indices, visible):
         run, heads_of = chunk.queries, chunk.q.shape[2:4]
         do, do_noise, delta_c, noise_c, lse_c = (
@@ -124,9 +134,12 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
         free[:, run] = g.free.flatten(2, 3)
         rows = chunk.rows.flatten()
 
-        def onto_keys(total: Tensor, of_scores: Tensor, of_p: Tensor, queries: Tensor, do: Tensor) -> None:
+        def onto_keys(
+            total: Tensor, of_scores: Tensor, of_p: Tensor, queries: Tensor, do: Tensor, power: int = 1
+        ) -> None:
             part = of_scores.mT @ queries
             part[..., :d_v] += of_p.mT @ do
+            part **= power
             total.index_add_(0, rows, part.flatten(0, 3))  # noqa: B023
 
         onto_keys(dkv_noise, g.ds_noise, g.p_noise, queries, doa)
@@ -134,6 +147,8 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
         onto_keys(dkv_squares, g.ds.square(), g.p.square(), queries.square(), doa.square())
         onto_keys(dkv_made, g.ds_made, g.p_made, chunk.q, do)
         onto_keys(dkv_total, g.ds.abs(), g.p, queries, doa)
+        if rows_are_rounded:
+            onto_keys(dkv_rows, g.ds, g.p, chunk.q, do, power=2)
         terms = chunk.visible[..., 0, :].double() * chunk.q.shape[3]
         dkv_terms.index_add_(0, rows, terms.flatten()[:, None].expand(-1, dim))
         # A row that has no finite score, but visible keys, counts as empty or not.
@@ -145,14 +160,16 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     def by_key(t: Tensor) -> Tensor:
         return t.view(batch, s_kv + 1, groups, dim)[:, :s_kv]
 
-    dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_free, dkv_terms = map(
-        by_key, (dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_free, dkv_terms)
+    dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_rows, dkv_free, dkv_terms = map(
+        by_key, (dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_rows, dkv_free, dkv_terms)
     )
     # Sums in memory round what is below the normal numbers to 0, term by term.
     dkv_noise = dkv_noise + TINY * dkv_terms
     expected = [
         _gradient("dq", dq, (dq_noise, dq_squares, dq_made, dq_total), free[..., None], scale, rounded["dq"]),
-        _gradient("dkv", dkv, (dkv_noise, dkv_squares, dkv_made, dkv_total), dkv_free > 0, scale, rounded["dkv"]),
+        _gradient(
+            "dkv", dkv, (dkv_noise, dkv_squares, dkv_made, dkv_total), dkv_free > 0, scale, rounded["dkv"], dkv_rows
+        ),
     ]
     if sink is None:
         return [*expected, Expected("d_sink", d_sink, d_sink, d_sink, None)]

@@ -108,10 +108,11 @@ def indexer_scores(args: dict[str, Any]) -> list[Expected]:
 class _GradientSums:
     """Bounds of dq, dk and dweights, run by run."""
 
-    def __init__(self, q: Tensor, keys: int, weights: Tensor) -> None:
+    def __init__(self, q: Tensor, keys: int, weights: Tensor, rows_are_rounded: bool) -> None:
+        self.rows_are_rounded = rows_are_rounded
         kinds = ("noise", "squares", "made", "total")
         self.dq = {kind: torch.zeros_like(q) for kind in kinds}
-        self.dk = {kind: q.new_zeros(keys, q.shape[2]) for kind in kinds}
+        self.dk = {kind: q.new_zeros(keys, q.shape[2]) for kind in (*kinds, "rows")}
         self.dweights = {kind: torch.zeros_like(weights) for kind in kinds}
         self.free = {"dq": torch.zeros_like(q, dtype=torch.bool), "dk": q.new_zeros(keys, 1)}
         self.free["dweights"] = torch.zeros_like(weights, dtype=torch.bool)
@@ -171,12 +172,22 @@ class _GradientSums:
                 self.dk[kind] += of_key.flatten(0, 1).mT @ queries.flatten(0, 1)
             else:
                 self.dk[kind].index_add_(0, rows.flatten(), (of_key.mT @ queries).flatten(0, 1))
+        if self.rows_are_rounded:  # those of groups of a few queries; here of each
+            self._add_rows(term, q, rows)
         # Sums in memory round what is below the normal numbers to 0, term by term.
         for total, terms in ((self.dk["noise"], TINY * visible.double()), (self.free["dk"], large.any(1).double())):
             if rows is None:
                 total += terms.sum(0)[:, None]
             else:
                 total.index_add_(0, rows.flatten(), terms.flatten()[:, None].expand(-1, total.shape[1]))
+
+    def _add_rows(self, terms: Tensor, q: Tensor, rows: Tensor | None) -> None:
+        for i in range(len(q)):
+            squares = (terms[i].mT @ q[i]).square()
+            if rows is None:
+                self.dk["rows"] += squares
+            else:
+                self.dk["rows"].index_add_(0, rows[i], squares)
 
     def expected(self, dq: Tensor, dk: Tensor, dweights: Tensor, unsure: "_Unsure") -> list[Expected]:
         result = []
@@ -187,7 +198,8 @@ class _GradientSums:
             free = overflows(total) | (self.free[name][: len(value)] > 0)
             free = free | (unsure.keys if name == "dk" else unsure.queries.view(-1, *(1,) * (value.dim() - 1)))
             squares, made = (sums[kind][: len(value)] for kind in ("squares", "made"))
-            result.append(gradient(name, value, noise, squares, made, free, count))
+            rows = sums["rows"][: len(value)] if "rows" in sums else 0.0
+            result.append(gradient(name, value, noise, squares, made, free, count, rows))
         return result
 
 
@@ -221,14 +233,14 @@ class _Unsure:
 
 def indexer_logits_bwd(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
-    args.pop("deterministic")
-    return _dense_gradients(args, torch.zeros_like(args["dlogits"]))
+    rows_are_rounded = args.pop("deterministic")
+    return _dense_gradients(args, torch.zeros_like(args["dlogits"]), rows_are_rounded)
 
 
-def _dense_gradients(args: dict[str, Any], noise_of_dlogits: Tensor) -> list[Expected]:
+def _dense_gradients(args: dict[str, Any], noise_of_dlogits: Tensor, rows_are_rounded: bool) -> list[Expected]:
     grads = reference.indexer_logits_bwd(**args)
     q, k, weights, dlogits = (args[name] for name in ("q", "k", "weights", "dlogits"))
-    sums = _GradientSums(q, len(k), weights)
+    sums = _GradientSums(q, len(k), weights, rows_are_rounded)
     for run in runs(len(q), q.shape[1] * (len(k) + q.shape[2])):
         visible = _inside(args, run)
         own_q = q[run].masked_fill(~visible.any(1)[:, None, None], 0)
@@ -241,11 +253,11 @@ def _dense_gradients(args: dict[str, Any], noise_of_dlogits: Tensor) -> list[Exp
 
 def indexer_scores_bwd(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
-    args.pop("deterministic")
+    rows_are_rounded = args.pop("deterministic")
     grads = reference.indexer_scores_bwd(**args)
     q, k, weights, dscores = (args[name] for name in ("q", "k", "weights", "dscores"))
     padded, rows, named = listed_rows(k, args["indices"])
-    sums = _GradientSums(q, len(padded), weights)
+    sums = _GradientSums(q, len(padded), weights, rows_are_rounded)
     nothing = torch.zeros_like(dscores)
     for run in runs(len(q), rows.shape[1] * (q.shape[1] + q.shape[2])):
         own_q = q[run].masked_fill(~named[run].any(1)[:, None, None], 0)
@@ -350,7 +362,8 @@ def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
     expected = [Expected("loss", loss, loss_off, loss_off, None, overflow, torch.ones_like(overflow))]
     if not gradients:
         return [*expected, *(Expected(n, q.new_empty(0), q.new_empty(0), q.new_empty(0), None) for n in _NAMES)]
-    rest = _dense_gradients({**index, "dlogits": dlogits}, dlogits_off)
+    # It is deterministic where PyTorch is told to be, which its arguments do not say.
+    rest = _dense_gradients({**index, "dlogits": dlogits}, dlogits_off, rows_are_rounded=True)
     for grad in rest:
         grad.free = overflow | (grad.free if grad.free is not None else overflow)
     return [*expected, *rest]

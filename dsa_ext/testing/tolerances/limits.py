@@ -245,17 +245,26 @@ def gradient(
     made: Tensor,
     free: Tensor | None = None,
     count: float = math.inf,
+    row_squares: Tensor | float = 0.0,
 ) -> Expected:
     """A gradient whose terms are rounded to bf16 before they are summed, `squares` being the sums of their squares,
-    `made` the sums of what rounding adds to them, and `count` the number of different ones. Elements are held to
+    `made` the sums of what rounding adds to them, and `count` the number of different ones. Where they are summed row
+    by row, and rows are rounded once more, `row_squares` are the sums of the rows' squares. Elements are held to
     GRADIENT_ELEMENTWISE of their row's largest one."""
     rounding, made = BF16_ROUNDING * squares.sqrt(), made.nan_to_num(0, 0, 0)
+    of_rows = BF16_ROUNDING * torch.as_tensor(row_squares, device=value.device).nan_to_num(0, 0, 0).sqrt()
+    of_terms = (TERM_ROUNDINGS * rounding.square() / 6).maximum(made.square())
     largest = _row_largest(value.abs().nan_to_num(0, 0, 0))
     return Expected(
         name,
         value,
-        bound=GRADIENT_ELEMENTWISE * largest + BF16_ROUNDING * value.abs() + 3 * rounding + made.abs() + noise + TINY,
-        noise=(noise.square() + (TERM_ROUNDINGS * rounding.square() / 6).maximum(made.square())).sqrt() + TINY,
+        bound=GRADIENT_ELEMENTWISE * largest
+        + BF16_ROUNDING * value.abs()
+        + 3 * (rounding + of_rows)
+        + made.abs()
+        + noise
+        + TINY,
+        noise=(noise.square() + of_terms + of_rows.square() / 6).sqrt() + TINY,
         roundings=1,
         count=count,
         # Where terms do not cancel, what arrives may have one error in all of them, and so has what they share.
