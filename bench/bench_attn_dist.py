@@ -54,7 +54,7 @@ def specs() -> Iterator[Spec]:
             yield Spec("Ascending ids", f"{name}_ascending", heads, s_kv, ascending=True, compare_to=name)
     for heads in (128, 64):
         name = f"h{heads}_skv8192"
-        yield Spec("Normalised", f"{name}_normalize", heads, 8192, normalize=True, compare_to=name)
+        yield Spec("Normalized", f"{name}_normalize", heads, 8192, normalize=True, compare_to=name)
     for heads in (32, 16, 8):
         yield Spec("Few heads", f"h{heads}_skv8192", heads, 8192, compare_to="h64_skv8192")
 

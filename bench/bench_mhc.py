@@ -17,7 +17,7 @@ from dsa_ext import reference
 from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 
 OP = "mhc"
-OPERATORS = ["mhc_pre_fwd", "mhc_pre_bwd", "mhc_post", "mhc_post_bwd"]
+OPERATORS = ["mhc_pre_fwd", "mhc_pre_bwd", "mhc_post_fwd", "mhc_post_bwd"]
 TOKENS, STREAMS = 4096, 4
 CALLS = ("pre_fwd", "pre_bwd", "post_fwd", "post_bwd")
 #: Rows of columns that each moves a token: of x's size, and of one stream's.
@@ -57,7 +57,7 @@ def calls(columns: int) -> dict[str, tuple[Callable[..., object], Callable[..., 
     return {
         "pre_fwd": (ops.mhc_pre_fwd, reference.mhc_pre_fwd, (x, phi, alpha, bias, gamma)),
         "pre_bwd": (ops.mhc_pre_bwd, reference.mhc_pre_bwd, (*upstream, x, phi, alpha, gamma, h_post, *saved)),
-        "post_fwd": (ops.mhc_post, reference.mhc_post, (x, h_in, h_post, h_res)),
+        "post_fwd": (ops.mhc_post_fwd, reference.mhc_post_fwd, (x, h_in, h_post, h_res)),
         "post_bwd": (ops.mhc_post_bwd, reference.mhc_post_bwd, (dout, x, h_in, h_post, h_res)),
     }
 

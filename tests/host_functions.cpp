@@ -2,15 +2,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "ops/block_sparse_attn_fwd/plan.h"
-#include "ops/indexer_bwd/config.h"
-#include "ops/indexer_logits/config.h"
-#include "ops/indexer_topk/plan.h"
-#include "ops/listed_keys/config.h"
-#include "ops/sparse_mla_bwd/config.h"
-#include "ops/sparse_mla_fwd/config.h"
-#include "ops/sparse_mla_fwd/plan.h"
-#include "ops/topk_select/config.h"
+#include "ops/block_sparse/block_sparse_attn_fwd/plan.h"
+#include "ops/indexer/indexer_bwd/config.h"
+#include "ops/indexer/indexer_logits/config.h"
+#include "ops/indexer/indexer_topk/plan.h"
+#include "ops/indexer/topk_select/config.h"
+#include "ops/shared/listed_keys/config.h"
+#include "ops/sparse_mla/sparse_mla_bwd/config.h"
+#include "ops/sparse_mla/sparse_mla_fwd/config.h"
+#include "ops/sparse_mla/sparse_mla_fwd/plan.h"
 #include "torch/strides.h"
 
 namespace py = pybind11;

@@ -54,7 +54,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "fp8_gemm": [{"rows": 70}, {"rows": 300}],
     "mhc_pre_fwd": [{"streams": 2}, {"columns": 1280, "tokens": 70}],
     "mhc_pre_bwd": [{"streams": 2}, {"columns": 1280, "tokens": 70}],
-    "mhc_post": [{"streams": 2}, {"columns": 1280, "tokens": 70}],
+    "mhc_post_fwd": [{"streams": 2}, {"columns": 1280, "tokens": 70}],
     "mhc_post_bwd": [{"streams": 2}, {"columns": 1280, "tokens": 70}],
 }
 
@@ -267,13 +267,13 @@ def packed(args: Args) -> tuple[Args, Tensor, Tensor]:
     starts = torch.where(first, 0, 2 * third).masked_fill(nothing, third).int()
     ends = torch.where(first, third, s_kv).masked_fill(nothing, third).int()
     keys = torch.arange(s_kv)
-    return {**args, "cu_seqlen_ks": starts, "cu_seqlen_ke": ends}, (keys < third) | (keys >= 2 * third), ~nothing
+    return {**args, "starts": starts, "ends": ends}, (keys < third) | (keys >= 2 * third), ~nothing
 
 
 def hidden_indexer(args: Args) -> Iterator[Case]:
     clean, seen_keys, seen_queries = packed(args)
     t = torch.arange(len(seen_keys))
-    inside = (t >= clean["cu_seqlen_ks"][:, None]) & (t < clean["cu_seqlen_ke"][:, None])
+    inside = (t >= clean["starts"][:, None]) & (t < clean["ends"][:, None])
     for value in POISONS:
         for name, unseen in (
             ("k", ~seen_keys),

@@ -29,7 +29,7 @@ DIFFERENTIABLE = {
     "coarse_attn_fwd": "block_sparse_attn_bwd",
     "gated_fusion_fwd": "gated_fusion_bwd",
     "mhc_pre_fwd": "mhc_pre_bwd",
-    "mhc_post": "mhc_post_bwd",
+    "mhc_post_fwd": "mhc_post_bwd",
 }
 #: These have a gradient with respect to some of their arguments alone.
 LEAVES = {"indexer_loss": ["scores"], "indexer_dense_loss": ["q", "k", "weights"]}

@@ -131,7 +131,7 @@ def attention_args() -> Iterator[Args]:
         if i % 2:
             yield {**args, "causal": False}
         else:
-            yield {**args, "q_start": 50, "kv_stride": 2, "topk_length": lengths}
+            yield {**args, "q_start": 50, "positions_per_key": 2, "topk_length": lengths}
 
 
 def with_sink(args: Args) -> Args:
@@ -187,7 +187,7 @@ def indexer_args(shape: tuple[int, int, int], heads: int, dim: int, dtype: torch
     inputs = make_indexer_inputs(*shape[:2], heads, dim, dtype=dtype)
     inputs.ks[-1] = 5
     args = {"q": strided_copy(inputs.q), "k": strided_rows(inputs.k), "weights": strided_rows(inputs.weights)}
-    args |= {"cu_seqlen_ks": inputs.ks, "cu_seqlen_ke": inputs.ke}
+    args |= {"starts": inputs.ks, "ends": inputs.ke}
     return args if inputs.k_scale is None else {**args, "k_scale": inputs.k_scale}
 
 
@@ -197,7 +197,7 @@ def indexer() -> None:
         args = indexer_args(shape, heads, dim, dtype)
         (logits,) = checked("indexer_logits", **args)
         call("indexer_logits", {**args, "clean": False})
-        bounds = (args["cu_seqlen_ks"], args["cu_seqlen_ke"])
+        bounds = (args["starts"], args["ends"])
         check_selected(
             call("indexer_topk", {**args, "topk": shape[2]}), reference.topk_select(logits, *bounds, shape[2])
         )
@@ -222,8 +222,8 @@ def indexer_packed() -> None:
     args = ORDINARY["indexer_logits_bwd"](seq=40, s_kv=300)
     second = torch.arange(40) >= 20
     args["k"][100:200] = torch.nan
-    args["cu_seqlen_ks"] = torch.where(second, 200, 0).int()
-    args["cu_seqlen_ke"] = torch.where(second, 300, 100).int()
+    args["starts"] = torch.where(second, 200, 0).int()
+    args["ends"] = torch.where(second, 300, 100).int()
     for deterministic in (False, True):
         checked("indexer_logits_bwd", **args, deterministic=deterministic)
     del args["dlogits"]
@@ -313,7 +313,7 @@ def mhc() -> None:
     for batch, length, streams, columns in MHC:
         sizes = (batch * length, streams, columns)
         checked("mhc_pre_bwd", **ORDINARY["mhc_pre_bwd"](*sizes))
-        checked("mhc_post", **ORDINARY["mhc_post"](*sizes))
+        checked("mhc_post_fwd", **ORDINARY["mhc_post_fwd"](*sizes))
         checked("mhc_post_bwd", **ORDINARY["mhc_post_bwd"](*sizes), iterations=3)
 
 

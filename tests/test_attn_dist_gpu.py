@@ -70,14 +70,16 @@ def run_case(case: dict[str, Any]) -> None:
     groups, heads = case["groups_and_heads"]
     batch, seq, s_kv, topk = case["batch"], case["seq"], case["s_kv"], case["topk"]
     inputs = make_gpu(batch=batch, seq=seq, s_kv=s_kv, heads=heads, groups=groups, topk=topk, d_qk=case["d_qk"])
-    causal, q_start, kv_stride = case["position"]
-    options: dict[str, Any] = {"causal": causal, "q_start": q_start, "kv_stride": kv_stride}
+    causal, q_start, positions_per_key = case["position"]
+    options: dict[str, Any] = {"causal": causal, "q_start": q_start, "positions_per_key": positions_per_key}
     options["sm_scale"] = case["sm_scale"]
     if case["lengths"]:
         spread = torch.tensor([topk, 0, -3, topk + 7, 1, topk // 2, INT32_MAX, INT32_MIN], device=DEVICE)
         options["topk_length"] = spread.repeat(seq * batch // 8 + 1)[: batch * seq].view(batch, seq).int()
     indices = spoil_indices(inputs.indices, s_kv) if case["spoiled"] else inputs.indices
-    visible = reference.sparse_mla.visible_slots(indices, s_kv, causal, q_start, kv_stride, options.get("topk_length"))
+    visible = reference.sparse_mla.visible_slots(
+        indices, s_kv, causal, q_start, positions_per_key, options.get("topk_length")
+    )
     kv = poison_unselected(inputs.kv, indices, visible)
     check(inputs.q, kv, indices, lse_of(inputs.q, kv, indices, **options), **options, **case["kind"])
 

@@ -24,7 +24,7 @@ def arguments(op: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     if op == "indexer_scores_bwd":
         indices = torch.randint(-3, S_KV + 3, (S, K), generator=generator, dtype=torch.int32)
         return {"dscores": torch.randn(S, K, generator=generator), **leaves, "indices": indices}
-    bounds = {"cu_seqlen_ks": inputs.ks, "cu_seqlen_ke": inputs.ke}
+    bounds = {"starts": inputs.ks, "ends": inputs.ke}
     return {"dlogits": torch.randn(S, S_KV, generator=generator), **leaves, **bounds}
 
 
@@ -73,7 +73,7 @@ def test_bad_lists_and_bounds(number: int) -> None:
     message = "indices must be int32 [S, K], got int64 [5, 9]"
     assert_error(caller_of(op, number), op, arguments(op) | wrong, message)
     op = "indexer_logits_bwd"
-    for name in ("cu_seqlen_ks", "cu_seqlen_ke"):
+    for name in ("starts", "ends"):
         wrong = {name: torch.zeros(S + 1, dtype=torch.int32)}
         message = f"{name} must be int32 [S=5], got int32 [6]"
         assert_error(caller_of(op, number), op, arguments(op) | wrong, message)

@@ -76,7 +76,7 @@ def check_listed(got: Gradients, dscores: Tensor, leaves: Iterable[Tensor], ids:
 
 
 def check_dense(got: Gradients, dlogits: Tensor, leaves: Iterable[Tensor], ks: Tensor, ke: Tensor) -> None:
-    names = ("dlogits", "q", "k", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
+    names = ("dlogits", "q", "k", "weights", "starts", "ends")
     tolerances.check("indexer_logits_bwd", got, dict(zip(names, (dlogits, *leaves, ks, ke), strict=True)))
     visible = reference.indexer.inside(ks, ke, dlogits.shape[1])
     check_untouched(got, visible.any(1), visible.any(0))

@@ -27,8 +27,8 @@ def scoring_arguments(dtype: torch.dtype = FP8, **changes: Any) -> dict[str, Any
         "q": inputs.q,
         "k": inputs.k,
         "weights": inputs.weights,
-        "cu_seqlen_ks": inputs.ks,
-        "cu_seqlen_ke": inputs.ke,
+        "starts": inputs.ks,
+        "ends": inputs.ke,
         "k_scale": inputs.k_scale,
         **changes,
     }
@@ -64,10 +64,10 @@ SCORING_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"k": torch.zeros(S_KV, 128).to(FP8)}, "k must be float8_e4m3fn [S_kv, Di=64], got float8_e4m3fn [16, 128]"),
     ({"weights": torch.zeros(S, HI).bfloat16()}, "weights must be float32 [S, Hi], got bfloat16 [4, 8]"),
     ({"weights": torch.zeros(HI, S)}, "weights must be float32 [S=4, Hi=8], got float32 [8, 4]"),
-    ({"cu_seqlen_ks": torch.zeros(S).long()}, "cu_seqlen_ks must be int32 [S], got int64 [4]"),
-    ({"cu_seqlen_ks": torch.zeros(S + 1).int()}, "cu_seqlen_ks must be int32 [S=4], got int32 [5]"),
-    ({"cu_seqlen_ke": torch.zeros(S, 1).int()}, "cu_seqlen_ke must be int32 [S], got int32 [4, 1]"),
-    ({"cu_seqlen_ke": torch.zeros(0).int()}, "cu_seqlen_ke must be int32 [S=4], got int32 [0]"),
+    ({"starts": torch.zeros(S).long()}, "starts must be int32 [S], got int64 [4]"),
+    ({"starts": torch.zeros(S + 1).int()}, "starts must be int32 [S=4], got int32 [5]"),
+    ({"ends": torch.zeros(S, 1).int()}, "ends must be int32 [S], got int32 [4, 1]"),
+    ({"ends": torch.zeros(0).int()}, "ends must be int32 [S=4], got int32 [0]"),
     ({"k_scale": None}, "k_scale must be float32 [S_kv] beside float8_e4m3fn, got None"),
     ({"k_scale": torch.ones(S_KV).bfloat16()}, "k_scale must be float32 [S_kv], got bfloat16 [16]"),
     ({"k_scale": torch.ones(S_KV, 1)}, "k_scale must be float32 [S_kv], got float32 [16, 1]"),
@@ -189,7 +189,7 @@ def test_opcheck(op: str, dtype: torch.dtype) -> None:
 
 def test_public_functions_are_the_operators() -> None:
     args = scoring_arguments()
-    positional = [args[name] for name in ("q", "k", "weights", "cu_seqlen_ks", "cu_seqlen_ke")]
+    positional = [args[name] for name in ("q", "k", "weights", "starts", "ends")]
     k_scale = args["k_scale"]
     logits = dsa_ext.indexer_logits(*positional, k_scale=k_scale)
     assert torch.equal(logits, reference.indexer_logits(*positional, k_scale))
@@ -235,7 +235,7 @@ def test_gradcheck() -> None:
     leaves = [args[name].requires_grad_() for name in ("q", "k", "weights")]
 
     def call(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        logits = dsa_ext.indexer_logits(q, k, weights, args["cu_seqlen_ks"], args["cu_seqlen_ke"])
+        logits = dsa_ext.indexer_logits(q, k, weights, args["starts"], args["ends"])
         return logits.masked_fill(logits == -torch.inf, 0)  # differences of -inf are NaN
 
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)

@@ -15,7 +15,7 @@ from dsa_ext import reference
 from dsa_ext.nn import HyperConnection
 from dsa_ext.reference.mhc import sinkhorn
 
-PRE, PRE_BWD, POST, POST_BWD = "mhc_pre_fwd", "mhc_pre_bwd", "mhc_post", "mhc_post_bwd"
+PRE, PRE_BWD, POST, POST_BWD = "mhc_pre_fwd", "mhc_pre_bwd", "mhc_post_fwd", "mhc_post_bwd"
 B, S, N, D = 2, 3, 4, 128
 M = N * N + 2 * N
 
@@ -268,7 +268,7 @@ def test_opcheck() -> None:
     post = tuple(value.requires_grad_() for value in make_post(dtype=torch.float32).values())
     torch.library.opcheck(torch.ops.dsa.mhc_pre_fwd.default, pre)
     torch.library.opcheck(torch.ops.dsa.mhc_pre_fwd.default, pre[:4])
-    torch.library.opcheck(torch.ops.dsa.mhc_post.default, post)
+    torch.library.opcheck(torch.ops.dsa.mhc_post_fwd.default, post)
     names = ("dh_in", "dh_post", "dh_res", "x", "phi", "alpha", "gamma", "h_post", "inv_rms", "h_mix", "h_pre")
     torch.library.opcheck(torch.ops.dsa.mhc_pre_bwd.default, tuple(pre_bwd[name] for name in names))
     torch.library.opcheck(torch.ops.dsa.mhc_post_bwd.default, tuple(post_bwd.values()))
@@ -395,4 +395,4 @@ def test_streams_learn_what_one_cannot() -> None:
 def test_references_are_the_operators() -> None:
     pre, post = make_pre(), make_post()
     torch.testing.assert_close(torch.ops.dsa.mhc_pre_fwd(**pre), reference.mhc_pre_fwd(**pre))
-    torch.testing.assert_close(torch.ops.dsa.mhc_post(**post), reference.mhc_post(**post))
+    torch.testing.assert_close(torch.ops.dsa.mhc_post_fwd(**post), reference.mhc_post_fwd(**post))

@@ -93,8 +93,8 @@ def test_pre_gradients(tokens: tuple[int, int], streams: int, columns: int, gamm
 @pytest.mark.parametrize(("tokens", "streams", "columns"), SHAPES, ids=str)
 def test_post(tokens: tuple[int, int], streams: int, columns: int, iterations: int) -> None:
     args = make_post(tokens, streams, columns)
-    got = torch.ops.dsa.mhc_post(**args, iterations=iterations)
-    tolerances.check("mhc_post", got, {**args, "iterations": iterations})
+    got = torch.ops.dsa.mhc_post_fwd(**args, iterations=iterations)
+    tolerances.check("mhc_post_fwd", got, {**args, "iterations": iterations})
     dout = torch.randn(got.shape, device="cuda").bfloat16()
     gradients = torch.ops.dsa.mhc_post_bwd(dout, **args, iterations=iterations)
     tolerances.check("mhc_post_bwd", gradients, {"dout": dout, **args, "iterations": iterations})
@@ -107,7 +107,7 @@ def test_wild_weights() -> None:
     args["h_res"] *= 300
     out = dsa_ext.mhc_post(**args)
     assert out.isfinite().all()
-    tolerances.check("mhc_post", out, args)
+    tolerances.check("mhc_post_fwd", out, args)
 
 
 def test_nan_stays_in_its_token() -> None:
@@ -129,7 +129,7 @@ def test_nan_stays_in_its_token_behind_the_layer() -> None:
         results = []
         for value in (float(args[name][(0, 7, *at)]), torch.nan):
             args[name][(0, 7, *at)] = value
-            results.append([torch.ops.dsa.mhc_post(**args), *torch.ops.dsa.mhc_post_bwd(dout, **args)])
+            results.append([torch.ops.dsa.mhc_post_fwd(**args), *torch.ops.dsa.mhc_post_bwd(dout, **args)])
         for expected, got in zip(*results, strict=True):
             assert torch.equal(got[:, others], expected[:, others])
         assert results[1][0][:, 7].isnan().any()
@@ -139,9 +139,9 @@ def test_a_token_does_not_depend_on_the_others() -> None:
     """Weights of one token are far from usual; those of its neighbours are made in the same warp."""
     args = make_post((1, 40), 4, 256)
     dout = torch.randn(args["x"].shape, device="cuda").bfloat16()
-    expected = [torch.ops.dsa.mhc_post(**args), *torch.ops.dsa.mhc_post_bwd(dout, **args)]
+    expected = [torch.ops.dsa.mhc_post_fwd(**args), *torch.ops.dsa.mhc_post_bwd(dout, **args)]
     args["h_res"][0, 7] *= 300
-    got = [torch.ops.dsa.mhc_post(**args), *torch.ops.dsa.mhc_post_bwd(dout, **args)]
+    got = [torch.ops.dsa.mhc_post_fwd(**args), *torch.ops.dsa.mhc_post_bwd(dout, **args)]
     others = torch.arange(40, device="cuda") != 7
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a[:, others], b[:, others])
@@ -181,7 +181,7 @@ def test_more_than_2_to_the_31_elements() -> None:
         h_in, *gates = torch.ops.dsa.mhc_pre_fwd(**(pre | {"x": x}))
         kept = (x, pre["phi"], pre["alpha"], pre["gamma"], gates[0], *gates[2:])
         dx, *_ = torch.ops.dsa.mhc_pre_bwd(h_in, h_post, h_res, *kept)
-        out = torch.ops.dsa.mhc_post(x, y, h_post, h_res)
+        out = torch.ops.dsa.mhc_post_fwd(x, y, h_post, h_res)
         return [h_in, *gates, dx, out, *torch.ops.dsa.mhc_post_bwd(x, x, y, h_post, h_res)]
 
     args = (pre["x"], post["y"], post["h_post"], post["h_res"])
@@ -207,8 +207,8 @@ def test_errors() -> None:
     with pytest.raises(RuntimeError, match="dsa::mhc_pre_fwd: x must have 2 or 4 streams, got 8"):
         torch.ops.dsa.mhc_pre_fwd(x, *args)
     h_post, h_res = (torch.zeros(1, 2, *sizes, device="cuda") for sizes in ((8,), (8, 8)))
-    with pytest.raises(RuntimeError, match="dsa::mhc_post: x must have 2 or 4 streams, got 8"):
-        torch.ops.dsa.mhc_post(x, x[:, :, 0], h_post, h_res)
+    with pytest.raises(RuntimeError, match="dsa::mhc_post_fwd: x must have 2 or 4 streams, got 8"):
+        torch.ops.dsa.mhc_post_fwd(x, x[:, :, 0], h_post, h_res)
 
 
 def test_graph_capture_at_first_call_and_side_stream() -> None:
@@ -216,7 +216,7 @@ def test_graph_capture_at_first_call_and_side_stream() -> None:
 
     def call(x: Tensor) -> tuple[Tensor, ...]:
         h_in, h_post, h_res, *saved = torch.ops.dsa.mhc_pre_fwd(**(args | {"x": x}))
-        return h_in, *saved, torch.ops.dsa.mhc_post(x, h_in, h_post, h_res)
+        return h_in, *saved, torch.ops.dsa.mhc_post_fwd(x, h_in, h_post, h_res)
 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

@@ -255,7 +255,7 @@ CAST = {
     "coarse_attn_fwd": ("q", "k", "v"),
     "gated_fusion_fwd": ("fine", "coarse"),
     "mhc_pre_fwd": ("x",),
-    "mhc_post": ("x", "y"),
+    "mhc_post_fwd": ("x", "y"),
 }
 
 

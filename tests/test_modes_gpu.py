@@ -43,7 +43,7 @@ SIZES: dict[str, Args] = {
     "fp8_gemm": {"rows": 64, "width": 4096, "columns": 1024},
     "mhc_pre_fwd": {"tokens": 300, "columns": 1024},
     "mhc_pre_bwd": {"tokens": 300, "columns": 1024},
-    "mhc_post": {"tokens": 300, "columns": 1024},
+    "mhc_post_fwd": {"tokens": 300, "columns": 1024},
     "mhc_post_bwd": {"tokens": 300, "columns": 1024},
 }
 

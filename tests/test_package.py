@@ -275,10 +275,10 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiler_report(source: str, host_functions: ModuleType) -> None:
     """ptxas: no more spilled than known, no tensor-core instruction serialised, registers for a whole CTA of each."""
-    report = ROOT / f"build/obj/csrc/ops/{source}.o.ptxas"
-    if not report.is_file():
+    reports = [*(ROOT / "build/obj/csrc/ops").glob(f"*/{source}.o.ptxas")]
+    if not reports:
         pytest.skip("the kernels were not compiled in this checkout")
-    text = report.read_text()
+    text = reports[0].read_text()
     assert "Potential Performance Loss" not in text
     reported = re.findall(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"

@@ -78,11 +78,11 @@ def combinations() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", list(combinations()), ids=lambda case: "-".join(map(str, case.values())))
 def test_random_cases(case: dict[str, Any]) -> None:
-    (groups, heads), (causal, q_start, kv_stride) = case["groups_and_heads"], case["position"]
+    (groups, heads), (causal, q_start, positions_per_key) = case["groups_and_heads"], case["position"]
     batch, seq, s_kv, topk = (case[name] for name in ("batch", "seq", "s_kv", "topk"))
     inputs = make_inputs(batch, seq, s_kv, heads, groups, topk, case["d_qk"], device=DEVICE)
     indices = spoil_indices(inputs.indices, s_kv) if case["spoiled"] else inputs.indices
-    options: dict[str, Any] = {"causal": causal, "q_start": q_start, "kv_stride": kv_stride}
+    options: dict[str, Any] = {"causal": causal, "q_start": q_start, "positions_per_key": positions_per_key}
     options["sm_scale"] = case["sm_scale"]
     if case["lengths"]:
         options["topk_length"] = torch.randint(-1, topk + 3, (batch, seq), dtype=torch.int32, device=DEVICE)

@@ -23,10 +23,10 @@ def make_small(**sizes: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def visible_ids(
-    indices: Tensor, s_kv: int, b: int, s: int, g: int, causal: bool, q_start: int, kv_stride: int, length: Any
+    indices: Tensor, s_kv: int, b: int, s: int, g: int, causal: bool, q_start: int, positions_per_key: int, length: Any
 ) -> list[int]:
     """The rule of visibility, for one row."""
-    end = (q_start + s + 1) // kv_stride if causal else s_kv
+    end = (q_start + s + 1) // positions_per_key if causal else s_kv
     row = indices[b, s, g].tolist()
     slots = row if length is None else row[: max(int(length[b, s]), 0)]
     return [i for i in slots if 0 <= i < min(s_kv, end)]
@@ -40,7 +40,7 @@ def brute_force(
     d_v: int = D_V,
     causal: bool = True,
     q_start: int = 0,
-    kv_stride: int = 1,
+    positions_per_key: int = 1,
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def brute_force(
         for s in range(seq):
             for h in range(heads):
                 g = h // (heads // groups)
-                ids = visible_ids(indices, kv.shape[1], b, s, g, causal, q_start, kv_stride, topk_length)
+                ids = visible_ids(indices, kv.shape[1], b, s, g, causal, q_start, positions_per_key, topk_length)
                 if not ids:
                     continue
                 keys = [kv[b, i, g] for i in ids]
@@ -82,7 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "all keys": {"causal": False},
     "chunk of a longer sequence": {"q_start": 9},
-    "compressed keys": {"q_start": 20, "kv_stride": 4},
+    "compressed keys": {"q_start": 20, "positions_per_key": 4},
     "lengths": {"topk_length": lengths(2, 6), "causal": False},
     "sink": {"attn_sink": SINK},
     "negative scale": {"sm_scale": -0.7},
@@ -90,7 +90,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "everything": {
         "sm_scale": 0.3,
         "q_start": 30,
-        "kv_stride": 3,
+        "positions_per_key": 3,
         "topk_length": lengths(2, 6),
         "attn_sink": SINK,
     },
@@ -301,7 +301,7 @@ def test_random_edges(data: st.DataObject) -> None:
     options = {
         "causal": draw(st.booleans()),
         "q_start": draw(st.integers(0, 2**40)) if draw(st.booleans()) else draw(st.integers(0, 10)),
-        "kv_stride": draw(st.integers(1, 5)),
+        "positions_per_key": draw(st.integers(1, 5)),
         "topk_length": torch.tensor(row_lengths, dtype=torch.int32).view(batch, seq) if draw(st.booleans()) else None,
         "attn_sink": torch.linspace(-3, 3, heads, dtype=torch.float64) if draw(st.booleans()) else None,
         "d_v": D_V,

@@ -82,8 +82,8 @@ def run_case(case: dict[str, Any]) -> None:
     inputs = make_gpu(
         batch=batch, seq=seq, s_kv=s_kv, heads=heads, groups=groups, topk=topk, d_qk=case["d_qk"], seed=topk
     )
-    causal, q_start, kv_stride = case["position"]
-    options: dict[str, Any] = {"causal": causal, "q_start": q_start, "kv_stride": kv_stride}
+    causal, q_start, positions_per_key = case["position"]
+    options: dict[str, Any] = {"causal": causal, "q_start": q_start, "positions_per_key": positions_per_key}
     options["sm_scale"] = case["sm_scale"]
     if case["lengths"]:
         spread = torch.tensor([topk, 0, -3, topk + 7, 1, topk // 2, INT32_MAX, INT32_MIN], device=DEVICE)
@@ -92,7 +92,9 @@ def run_case(case: dict[str, Any]) -> None:
         sinks = torch.tensor([1.0, -math.inf, 7.5, math.inf, -2.0], device=DEVICE)
         options["attn_sink"] = sinks.repeat(heads // 5 + 1)[:heads]
     indices = spoil_indices(inputs.indices, s_kv) if case["spoiled"] else inputs.indices
-    visible = reference.sparse_mla.visible_slots(indices, s_kv, causal, q_start, kv_stride, options.get("topk_length"))
+    visible = reference.sparse_mla.visible_slots(
+        indices, s_kv, causal, q_start, positions_per_key, options.get("topk_length")
+    )
     check(inputs.q, poison_unselected(inputs.kv, indices, visible), indices, **options)
 
 

@@ -86,7 +86,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"sm_scale": -3e38}, "sm_scale must be from -2^127 to 2^127, got -3e+38"),
     ({"q_start": -1}, "q_start must be from 0 to 2^62, got -1"),
     ({"q_start": 2**63 - 1}, "q_start must be from 0 to 2^62, got 9223372036854775807"),
-    ({"kv_stride": 0}, "kv_stride must be at least 1, got 0"),
+    ({"positions_per_key": 0}, "positions_per_key must be at least 1, got 0"),
 ]
 
 # What only a kernel cannot take.
@@ -180,7 +180,7 @@ def test_fake_tensors_on_a_cuda_device() -> None:
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "all keys, scaled": {"causal": False, "sm_scale": 0.1},
-    "chunk": {"q_start": 7, "kv_stride": 2},
+    "chunk": {"q_start": 7, "positions_per_key": 2},
     "lengths": {"topk_length": torch.tensor([[0, 2, 5, 9]], dtype=torch.int32)},
     "sink": {"attn_sink": torch.linspace(-2, 2, H)},
 }
@@ -315,7 +315,7 @@ def test_calls_without_gradients_are_seen() -> None:
 def test_public_function_is_the_operator() -> None:
     args = arguments()
     q, kv, indices = (args.pop(name) for name in ("q", "kv", "indices"))
-    options = {**args, "sm_scale": 0.2, "causal": False, "q_start": 1, "kv_stride": 2}
+    options = {**args, "sm_scale": 0.2, "causal": False, "q_start": 1, "positions_per_key": 2}
     expected = reference.sparse_mla_fwd(q, kv, indices, **options)
     out, lse = dsa_ext.sparse_mla(q, kv, indices, return_lse=True, **options)
     assert torch.equal(out, expected[0])

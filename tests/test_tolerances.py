@@ -278,7 +278,7 @@ def test_a_term_whose_score_is_near_zero_may_be_there_or_not() -> None:
     args = ORDINARY["indexer_logits_bwd"]()
     args["q"][3, 2, 1::2] = args["q"][3, 2, ::2]
     args["k"][5, 1::2] = -args["k"][5, ::2]  # cancels exactly, but not with every rounding
-    args["cu_seqlen_ke"].fill_(70)
+    args["ends"].fill_(70)
     dq, dk, dweights = torch.ops.dsa.indexer_logits_bwd(**args)
     term = args["dlogits"][3, 5] * args["weights"][3, 2] * args["k"][5].float()
     assert float(term.abs().max()) > 0
@@ -299,7 +299,7 @@ def test_nan_may_reach_a_group_of_queries_and_no_other(op: str, where: str) -> N
     if op == "indexer_logits_bwd":
         starts, ends = torch.full((40,), 10, dtype=torch.int32), torch.full((40,), 30, dtype=torch.int32)
         starts[3] = 5
-        args |= {"cu_seqlen_ks": starts, "cu_seqlen_ke": ends}
+        args |= {"starts": starts, "ends": ends}
     else:
         args["indices"] = torch.randint(10, 30, (40, 30), generator=torch.Generator().manual_seed(0)).int()
         args["indices"][3] = 5

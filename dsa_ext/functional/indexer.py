@@ -12,15 +12,15 @@ def indexer_logits(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
-    cu_seqlen_ks: Tensor,
-    cu_seqlen_ke: Tensor,
+    starts: Tensor,
+    ends: Tensor,
     *,
     k_scale: Tensor | None = None,
     clean: bool = True,
 ) -> Tensor:
     """How much each query wants each key: the scores of the lightning indexer of DeepSeek-V3.2.
 
-    For query s and key t with cu_seqlen_ks[s] <= t < cu_seqlen_ke[s]::
+    For query s and key t with starts[s] <= t < ends[s]::
 
         logits[s, t] = k_scale[t] * sum_h relu(q[s, h].k[t]) * weights[s, h]
 
@@ -34,8 +34,8 @@ def indexer_logits(
         k: keys [S_kv, Di], like q; all heads share them.
         weights: weight of each head [S, Hi], fp32 (float64 beside float64 inputs), any factor on q.k included: for
             float8_e4m3fn the scale of q[s, h].
-        cu_seqlen_ks: first key of each query [S], int32.
-        cu_seqlen_ke: the key after each query's last [S], int32.
+        starts: first key of each query [S], int32.
+        ends: the key after each query's last [S], int32.
         k_scale: scale of each key [S_kv], fp32. float8_e4m3fn keys have one, others must not.
         clean: write -inf outside the bounds. What stands there is unspecified otherwise.
 
@@ -52,7 +52,7 @@ def indexer_logits(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    result: Tensor = torch.ops.dsa.indexer_logits.default(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, clean)
+    result: Tensor = torch.ops.dsa.indexer_logits.default(q, k, weights, starts, ends, k_scale, clean)
     return result
 
 
@@ -88,8 +88,8 @@ def indexer_topk(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
-    cu_seqlen_ks: Tensor,
-    cu_seqlen_ke: Tensor,
+    starts: Tensor,
+    ends: Tensor,
     topk: int,
     *,
     k_scale: Tensor | None = None,
@@ -98,11 +98,11 @@ def indexer_topk(
 
     ::
 
-        logits = indexer_logits(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale=k_scale)
-        indices, values = topk_select(logits, cu_seqlen_ks, cu_seqlen_ke, topk)
+        logits = indexer_logits(q, k, weights, starts, ends, k_scale=k_scale)
+        indices, values = topk_select(logits, starts, ends, topk)
 
     Args:
-        q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale: as for :func:`indexer_logits`.
+        q, k, weights, starts, ends, k_scale: as for :func:`indexer_logits`.
         topk: how many keys to select, from 1 to 4096. It may exceed S_kv.
 
     Returns:
@@ -116,9 +116,7 @@ def indexer_topk(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.dsa.indexer_topk.default(
-        q, k, weights, cu_seqlen_ks, cu_seqlen_ke, topk, k_scale
-    )
+    result: tuple[Tensor, Tensor] = torch.ops.dsa.indexer_topk.default(q, k, weights, starts, ends, topk, k_scale)
     return result
 
 
@@ -174,7 +172,7 @@ def indexer_loss(
 
     Args:
         scores: the indexer's scores [..., K], fp32 (float64 on the CPU): at the selected slots, or of all keys.
-        p: what attention gave to the same slots [..., K], like scores: :func:`attn_dist`, normalised or not.
+        p: what attention gave to the same slots [..., K], like scores: :func:`attn_dist`, normalized or not.
         valid: which slots count [..., K], bool; all by default.
         row_weights: factor on each row's loss [...], like scores.
         reduction: "none" returns the rows' losses [...], "sum" their sum, "mean" their sum divided by the number of

@@ -60,5 +60,5 @@ def mhc_post(x: Tensor, y: Tensor, h_post: Tensor, h_res: Tensor, iterations: in
     Raises:
         RuntimeError: see :func:`mhc_pre`.
     """
-    result: Tensor = torch.ops.dsa.mhc_post.default(x, y, h_post, h_res, iterations)
+    result: Tensor = torch.ops.dsa.mhc_post_fwd.default(x, y, h_post, h_res, iterations)
     return result

@@ -25,7 +25,7 @@ def sparse_mla(
     d_v: int = ...,
     causal: bool = ...,
     q_start: int = ...,
-    kv_stride: int = ...,
+    positions_per_key: int = ...,
     topk_length: Tensor | None = ...,
     attn_sink: Tensor | None = ...,
     return_lse: Literal[False] = ...,
@@ -42,7 +42,7 @@ def sparse_mla(
     d_v: int = ...,
     causal: bool = ...,
     q_start: int = ...,
-    kv_stride: int = ...,
+    positions_per_key: int = ...,
     topk_length: Tensor | None = ...,
     attn_sink: Tensor | None = ...,
     return_lse: Literal[True],
@@ -58,7 +58,7 @@ def sparse_mla(
     d_v: int = 512,
     causal: bool = True,
     q_start: int = 0,
-    kv_stride: int = 1,
+    positions_per_key: int = 1,
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
     return_lse: bool = False,
@@ -71,9 +71,9 @@ def sparse_mla(
         out = sum_i exp(sm_scale * q.k_i) * k_i[:d_v]  /  (exp(lse) + exp(attn_sink[h]))
 
     A slot is visible when its id is in [0, S_kv), when the key is complete at the query's position (`causal`: id <=
-    (q_start + s + 1) // kv_stride - 1), and when it is one of the first topk_length[b, s]. All other slots are padding
-    wherever they stand, and the keys that they might name are never read. A query with no visible slot has out = 0,
-    lse = -inf and zero gradients. An id that is listed twice counts twice.
+    (q_start + s + 1) // positions_per_key - 1), and when it is one of the first topk_length[b, s]. All other slots are
+    padding, wherever they stand, and the keys that they might name are never read. A query with no visible slot has
+    out = 0, lse = -inf and zero gradients. An id that is listed twice counts twice.
 
     Args:
         q: queries [B, S, H, D], bf16. On the CPU also fp32 and float64.
@@ -84,7 +84,7 @@ def sparse_mla(
         d_v: columns of a value. (D, d_v) is (576, 512) or (512, 512).
         causal: hide keys that are not complete at the query's position.
         q_start: position of the first query, for a chunk of a longer sequence; 0 to 2^62.
-        kv_stride: number of positions that one key stands for.
+        positions_per_key: number of positions that one key stands for.
         topk_length: number of leading slots in use [B, S], int32; all of them by default.
         attn_sink: logit per head [H], fp32 (float64 beside float64 inputs), that takes a share of the probability and
             adds no value. -inf is no sink.
@@ -108,7 +108,7 @@ def sparse_mla(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    args = (q, kv, indices, sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink)
+    args = (q, kv, indices, sm_scale, d_v, causal, q_start, positions_per_key, topk_length, attn_sink)
     if (
         is_compiling()
         or (
@@ -135,7 +135,7 @@ def attn_dist(
     sm_scale: float | None = None,
     causal: bool = True,
     q_start: int = 0,
-    kv_stride: int = 1,
+    positions_per_key: int = 1,
     topk_length: Tensor | None = None,
     normalize: bool = False,
     per_head_block: bool = False,
@@ -151,7 +151,7 @@ def attn_dist(
     not listed leaves sums below 1, and a head whose lse is -inf adds nothing.
 
     Args:
-        q, kv, indices, sm_scale, causal, q_start, kv_stride, topk_length: as for :func:`sparse_mla`.
+        q, kv, indices, sm_scale, causal, q_start, positions_per_key, topk_length: as for :func:`sparse_mla`.
         lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 beside float64 inputs).
         normalize: divide each row by its sum, or by 1e-10 where that is more.
         per_head_block: return the sums of each 64 heads of a group apart, to be added up or sent as they are.
@@ -167,6 +167,6 @@ def attn_dist(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     result: Tensor = torch.ops.dsa.attn_dist.default(
-        q, kv, indices, lse, sm_scale, causal, q_start, kv_stride, topk_length, normalize, per_head_block
+        q, kv, indices, lse, sm_scale, causal, q_start, positions_per_key, topk_length, normalize, per_head_block
     )
     return result

@@ -37,7 +37,7 @@ class HyperConnection(nn.Module):
         layer: takes [B, S, hidden_size], and gives as much; or a tuple of that and more, which is passed on.
         hidden_size: columns of a stream, a multiple of 128.
         streams: n, 2 or 4; on the CPU also 8.
-        iterations: how often columns and rows of the mixing weights are normalised.
+        iterations: how often columns and rows of the mixing weights are normalized.
         eps: of the root mean square, and the least weight of a stream in h_in.
         dtype: of the parameters; float64 for streams of float64.
     """

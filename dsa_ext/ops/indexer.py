@@ -29,7 +29,7 @@ _DIMS = (64, 128)
 _MAX_TOPK = 4096
 
 _TENSORS = "Tensor q, Tensor k, Tensor weights"
-_BOUNDED = f"{_TENSORS}, Tensor cu_seqlen_ks, Tensor cu_seqlen_ke"
+_BOUNDED = f"{_TENSORS}, Tensor starts, Tensor ends"
 _GRADIENTS = "Tensor dq, Tensor dk, Tensor dweights"
 
 
@@ -59,7 +59,7 @@ def _check_heads(a: Args) -> None:
 def _check_bounded(a: Args, k_scale: Tensor | None = None) -> None:
     """What the operators on all keys within bounds share."""
     _check_tensors(a, a.q.dtype if _on_cpu(a.q, *_CPU_DTYPES) else _DTYPES)
-    bounds = {"cu_seqlen_ks": a.cu_seqlen_ks, "cu_seqlen_ke": a.cu_seqlen_ke}
+    bounds = {"starts": a.starts, "ends": a.ends}
     for name, bound in bounds.items():
         check_tensor(a.op, name, bound, torch.int32, S=a.q.shape[0])
     if a.q.dtype == torch.float8_e4m3fn:
@@ -246,7 +246,7 @@ def _check_dense_loss(a: Args) -> None:
 
 
 def _bounds(q: Tensor, first: int, last: int, keys: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Of queries at positions [first, last), of which there are `keys` keys: cu_seqlen_ks and cu_seqlen_ke."""
+    """Of queries at positions [first, last), of which there are `keys` keys: starts and ends."""
     ks = torch.zeros(last - first, device=q.device, dtype=torch.int32)
     if not causal:
         return ks, torch.full_like(ks, keys)

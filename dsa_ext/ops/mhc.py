@@ -138,10 +138,10 @@ Operator(
     flops=lambda a: 2 * _product(a),
 )
 Operator(
-    f"mhc_post({_POST}) -> Tensor",
+    f"mhc_post_fwd({_POST}) -> Tensor",
     check=_check_post,
     fake=lambda a: a.x.new_empty(a.x.shape),
-    reference=reference.mhc_post,
+    reference=reference.mhc_post_fwd,
     saves=("x", "y", "h_post", "h_res"),
     backward=_post_backward,
     cast=("x", "y"),

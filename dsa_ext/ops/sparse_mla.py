@@ -19,7 +19,7 @@ from dsa_ext.reference.sparse_mla import HEADS_PER_BLOCK, compute_dtype
 _SHAPES = ((576, 512), (512, 512))
 _MAX_HEADS_PER_GROUP = 128
 #: How a query sees its slots.
-_SLOTS = "bool causal=True, SymInt q_start=0, SymInt kv_stride=1, Tensor? topk_length=None"
+_SLOTS = "bool causal=True, SymInt q_start=0, SymInt positions_per_key=1, Tensor? topk_length=None"
 
 
 def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
@@ -41,8 +41,8 @@ def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
         fail(a.op, f"indices must have at least one slot a row, got {describe(a.indices)}")
     check_scale(a.op, a.sm_scale)
     check_q_start(a.op, a.q_start)
-    if a.kv_stride < 1:
-        fail(a.op, f"kv_stride must be at least 1, got {a.kv_stride}")
+    if a.positions_per_key < 1:
+        fail(a.op, f"positions_per_key must be at least 1, got {a.positions_per_key}")
     check_same_device(a.op, "q", a.q, kv=a.kv, indices=a.indices, topk_length=a.topk_length, attn_sink=attn_sink)
 
 
@@ -90,7 +90,7 @@ def _fake_dist(a: Args) -> Tensor:
 def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Tensor | None]:
     if dout is None:
         dout = torch.zeros_like(a.out)
-    options = (a.sm_scale, a.d_v, a.causal, a.q_start, a.kv_stride, a.topk_length, a.attn_sink, dlse)
+    options = (a.sm_scale, a.d_v, a.causal, a.q_start, a.positions_per_key, a.topk_length, a.attn_sink, dlse)
     dq, dkv, d_sink = torch.ops.dsa.sparse_mla_bwd(dout, a.q, a.kv, a.out, a.lse, a.indices, *options)
     return {"q": dq, "kv": dkv, "attn_sink": None if a.attn_sink is None else d_sink}
 

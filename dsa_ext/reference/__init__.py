@@ -14,7 +14,7 @@ from dsa_ext.reference.indexer import (
     indexer_topk,
     topk_select,
 )
-from dsa_ext.reference.mhc import mhc_post, mhc_post_bwd, mhc_pre_bwd, mhc_pre_fwd
+from dsa_ext.reference.mhc import mhc_post_bwd, mhc_post_fwd, mhc_pre_bwd, mhc_pre_fwd
 from dsa_ext.reference.sparse_mla import attn_dist, sparse_mla_bwd, sparse_mla_fwd
 
 __all__ = [
@@ -33,8 +33,8 @@ __all__ = [
     "indexer_scores",
     "indexer_scores_bwd",
     "indexer_topk",
-    "mhc_post",
     "mhc_post_bwd",
+    "mhc_post_fwd",
     "mhc_pre_bwd",
     "mhc_pre_fwd",
     "prepare_weight",

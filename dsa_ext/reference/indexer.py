@@ -40,8 +40,8 @@ def indexer_logits(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
-    cu_seqlen_ks: Tensor,
-    cu_seqlen_ke: Tensor,
+    starts: Tensor,
+    ends: Tensor,
     k_scale: Tensor | None = None,
     clean: bool = True,  # entries outside the bounds may be anything without it, so -inf too
 ) -> Tensor:
@@ -59,12 +59,12 @@ def indexer_logits(
         sums = (weights[run, None] @ scores)[:, 0]
         if k_scale is not None:
             sums *= k_scale
-        logits[run] = sums.masked_fill(~inside(cu_seqlen_ks[run], cu_seqlen_ke[run], s_kv), -torch.inf)
+        logits[run] = sums.masked_fill(~inside(starts[run], ends[run], s_kv), -torch.inf)
     return logits
 
 
 def indexer_logits_bwd(
-    dlogits: Tensor, q: Tensor, k: Tensor, weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
+    dlogits: Tensor, q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of indexer_logits without `k_scale`: dq, dk and dweights, like q, k and weights.
 
@@ -79,7 +79,7 @@ def indexer_logits_bwd(
     dk = torch.zeros_like(k, dtype=dtype, memory_format=torch.contiguous_format)
     dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
     for run in runs(seq, heads * s_kv):
-        visible = inside(cu_seqlen_ks[run], cu_seqlen_ke[run], s_kv)
+        visible = inside(starts[run], ends[run], s_kv)
         # A product with 0 would let NaN through.
         nothing = ~visible.any(1)[:, None, None]
         chunk_q, weight = (x.to(dtype).masked_fill(nothing, 0) for x in (q[run], weights[run, :, None]))
@@ -121,8 +121,8 @@ def indexer_topk(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
-    cu_seqlen_ks: Tensor,
-    cu_seqlen_ke: Tensor,
+    starts: Tensor,
+    ends: Tensor,
     topk: int,
     k_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def indexer_topk(
     indices = q.new_empty(seq, topk, dtype=torch.int32)
     values = q.new_empty(seq, topk, dtype=compute_dtype(q))
     for run in runs(seq, heads * k.shape[0]):
-        ks, ke = cu_seqlen_ks[run], cu_seqlen_ke[run]
+        ks, ke = starts[run], ends[run]
         logits = indexer_logits(q[run], k, weights[run], ks, ke, k_scale)
         indices[run], values[run] = topk_select(logits, ks, ke, topk)
     return indices, values

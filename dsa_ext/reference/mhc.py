@@ -81,7 +81,7 @@ def sinkhorn(h_res: Tensor, iterations: int) -> list[Tensor]:
     return steps
 
 
-def mhc_post(x: Tensor, y: Tensor, h_post: Tensor, h_res: Tensor, iterations: int = 20) -> Tensor:
+def mhc_post_fwd(x: Tensor, y: Tensor, h_post: Tensor, h_res: Tensor, iterations: int = 20) -> Tensor:
     """See :func:`dsa_ext.mhc_post`."""
     dtype = compute_dtype(x)
     mixing = sinkhorn(h_res, iterations)[-1].exp()

@@ -22,14 +22,14 @@ _CHUNK_ELEMENTS = 2**26
 
 
 def visible_slots(
-    indices: Tensor, s_kv: int, causal: bool, q_start: int, kv_stride: int, topk_length: Tensor | None
+    indices: Tensor, s_kv: int, causal: bool, q_start: int, positions_per_key: int, topk_length: Tensor | None
 ) -> Tensor:
     """Which slots of `indices` [B, S, G, K] take part: bool of the same shape."""
     seq, topk = indices.shape[1], indices.shape[3]
     visible = (indices >= 0) & (indices < s_kv)
     if causal:
         position = q_start + torch.arange(seq, device=indices.device)
-        visible &= indices < ((position + 1) // kv_stride)[:, None, None]
+        visible &= indices < ((position + 1) // positions_per_key)[:, None, None]
     if topk_length is not None:
         visible &= torch.arange(topk, device=indices.device) < topk_length[:, :, None, None]
     return visible
@@ -114,7 +114,7 @@ def sparse_mla_fwd(
     d_v: int = 512,
     causal: bool = True,
     q_start: int = 0,
-    kv_stride: int = 1,
+    positions_per_key: int = 1,
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def sparse_mla_fwd(
     Returns out [B, S, H, d_v] in the dtype of q and lse [B, S, H] in fp32 (float64 for float64 inputs).
     """
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
-    visible = visible_slots(indices, kv.shape[1], causal, q_start, kv_stride, topk_length)
+    visible = visible_slots(indices, kv.shape[1], causal, q_start, positions_per_key, topk_length)
     out = q.new_empty(*q.shape[:3], d_v)
     lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
     for chunk in chunks(q, kv, indices, visible):
@@ -147,7 +147,7 @@ def sparse_mla_bwd(
     sm_scale: float | None = None,
     causal: bool = True,
     q_start: int = 0,
-    kv_stride: int = 1,
+    positions_per_key: int = 1,
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
     dlse: Tensor | None = None,
@@ -163,7 +163,7 @@ def sparse_mla_bwd(
     d_v = dout.shape[3]
     batch, s_kv, groups, dim = kv.shape
     dtype = compute_dtype(q)
-    visible = visible_slots(indices, s_kv, causal, q_start, kv_stride, topk_length)
+    visible = visible_slots(indices, s_kv, causal, q_start, positions_per_key, topk_length)
 
     dout = dout.to(dtype)
     delta = (dout * out.to(dtype)).sum(-1)
@@ -202,14 +202,14 @@ def attn_dist(
     sm_scale: float | None = None,
     causal: bool = True,
     q_start: int = 0,
-    kv_stride: int = 1,
+    positions_per_key: int = 1,
     topk_length: Tensor | None = None,
     normalize: bool = False,
     per_head_block: bool = False,
 ) -> Tensor:
     """See :func:`dsa_ext.attn_dist`. Takes any D. Returns fp32, float64 for float64 inputs."""
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
-    visible = visible_slots(indices, kv.shape[1], causal, q_start, kv_stride, topk_length)
+    visible = visible_slots(indices, kv.shape[1], causal, q_start, positions_per_key, topk_length)
     group_heads = q.shape[2] // kv.shape[2]
     blocks = -(-group_heads // HEADS_PER_BLOCK) if per_head_block else 1
     dist = q.new_zeros(blocks, *indices.shape, dtype=compute_dtype(q))

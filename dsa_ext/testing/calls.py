@@ -66,7 +66,7 @@ def gated_fusion_bwd(dim: int = 64) -> Args:
 def _indexer(dtype: torch.dtype, seq: int, s_kv: int, heads: int, dim: int) -> Args:
     inputs = make_indexer_inputs(seq, s_kv, heads, dim, dtype=dtype)
     args = {"q": inputs.q, "k": inputs.k, "weights": inputs.weights}
-    args |= {"cu_seqlen_ks": inputs.ks, "cu_seqlen_ke": inputs.ke}
+    args |= {"starts": inputs.ks, "ends": inputs.ke}
     return args if inputs.k_scale is None else {**args, "k_scale": inputs.k_scale}
 
 
@@ -139,7 +139,7 @@ def mhc_pre_bwd(tokens: int = 5, streams: int = 4, columns: int = 128) -> Args:
     return with_forward("mhc_pre_bwd", mhc_pre_fwd(tokens, streams, columns))
 
 
-def mhc_post(tokens: int = 5, streams: int = 4, columns: int = 128) -> Args:
+def mhc_post_fwd(tokens: int = 5, streams: int = 4, columns: int = 128) -> Args:
     return {
         "x": _normal(1, tokens, streams, columns).to(BF16),
         "y": _normal(1, tokens, columns, seed=6).to(BF16),
@@ -149,7 +149,7 @@ def mhc_post(tokens: int = 5, streams: int = 4, columns: int = 128) -> Args:
 
 
 def mhc_post_bwd(tokens: int = 5, streams: int = 4, columns: int = 128) -> Args:
-    return {"dout": _normal(1, tokens, streams, columns, seed=8).to(BF16), **mhc_post(tokens, streams, columns)}
+    return {"dout": _normal(1, tokens, streams, columns, seed=8).to(BF16), **mhc_post_fwd(tokens, streams, columns)}
 
 
 #: What of a forward's results the other operator takes, in the forward's order; None is not taken.
@@ -193,6 +193,6 @@ ORDINARY: dict[str, Callable[..., Args]] = {
         sparse_mla_fwd, sparse_mla_bwd, attn_dist, block_sparse_attn_fwd, block_sparse_attn_bwd, coarse_attn_fwd,
         gated_fusion_fwd, gated_fusion_bwd, indexer_logits, indexer_logits_bwd, indexer_topk, indexer_scores,
         indexer_scores_bwd, indexer_loss, indexer_dense_loss, topk_select, block_select, act_quant, fp8_gemm,
-        mhc_pre_fwd, mhc_pre_bwd, mhc_post, mhc_post_bwd,
+        mhc_pre_fwd, mhc_pre_bwd, mhc_post_fwd, mhc_post_bwd,
     )
 }  # fmt: skip

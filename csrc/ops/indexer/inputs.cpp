@@ -22,8 +22,8 @@ void check_inputs(const char* op, Scoring& scoring) {
   const bool is_fp8 = q.scalar_type() == ScalarType::Float8_e4m3fn;
   check_tensor(op, "k", k, q.scalar_type(), {{"S_kv"}, {"Di", dim}});
   check_tensor(op, "weights", weights, ScalarType::Float, {{"S", seq}, {"Hi", heads}});
-  check_tensor(op, "cu_seqlen_ks", ks, ScalarType::Int, {{"S", seq}});
-  check_tensor(op, "cu_seqlen_ke", ke, ScalarType::Int, {{"S", seq}});
+  check_tensor(op, "starts", ks, ScalarType::Int, {{"S", seq}});
+  check_tensor(op, "ends", ke, ScalarType::Int, {{"S", seq}});
   if (is_fp8) {
     DSA_CHECK(k_scale.has_value(), op, ": k_scale must be float32 [S_kv] beside float8_e4m3fn, got None");
     check_tensor(op, "k_scale", *k_scale, ScalarType::Float, {{"S_kv", k.size(0)}});
@@ -37,8 +37,8 @@ void check_inputs(const char* op, Scoring& scoring) {
   check_rows_aligned(op, "weights", weights);
   check_same_device(op, "k", k, "q", q);
   check_same_device(op, "weights", weights, "q", q);
-  check_same_device(op, "cu_seqlen_ks", ks, "q", q);
-  check_same_device(op, "cu_seqlen_ke", ke, "q", q);
+  check_same_device(op, "starts", ks, "q", q);
+  check_same_device(op, "ends", ke, "q", q);
   if (k_scale) {
     check_same_device(op, "k_scale", *k_scale, "q", q);
     scoring.k_scale = torch::stable::contiguous(*k_scale);

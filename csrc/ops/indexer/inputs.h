@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "ops/indexer_logits/params.h"
+#include "ops/indexer/indexer_logits/params.h"
 #include "torch/abi.h"
 
 namespace dsa::indexer {

@@ -36,7 +36,8 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
   check_scale(op, options.sm_scale);
   DSA_CHECK(options.q_start >= 0 && options.q_start <= kMaxStart, op, ": q_start must be from 0 to 2^62, got ",
             options.q_start);
-  DSA_CHECK(options.kv_stride >= 1, op, ": kv_stride must be at least 1, got ", options.kv_stride);
+  DSA_CHECK(options.positions_per_key >= 1, op, ": positions_per_key must be at least 1, got ",
+            options.positions_per_key);
 
   check_rows_aligned(op, "q", q);
   check_rows_aligned(op, "kv", kv);
@@ -51,7 +52,7 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
 
 Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, const Options& options,
                    const Device& device, int device_index) {
-  const auto& [sm_scale, d_v, causal, q_start, kv_stride, topk_length, attn_sink] = options;
+  const auto& [sm_scale, d_v, causal, q_start, positions_per_key, topk_length, attn_sink] = options;
   const int64_t *q_sizes = q.sizes().data(), *q_strides = q.strides().data();
   const int64_t *kv_sizes = kv.sizes().data(), *kv_strides = kv.strides().data();
   const int64_t* indices_strides = indices.strides().data();
@@ -86,7 +87,7 @@ Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, con
       .num_sms = device.num_sms,
       .causal = causal,
       .q_start = q_start,
-      .positions_per_key = kv_stride,
+      .positions_per_key = positions_per_key,
       .sm_scale = static_cast<float>(sm_scale ? *sm_scale : 1.0 / std::sqrt(static_cast<double>(d_qk))),
   };
 }

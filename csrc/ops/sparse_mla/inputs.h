@@ -13,7 +13,7 @@ struct Options {
   std::optional<double> sm_scale;
   std::optional<int64_t> d_v;  // of an operator that reads values
   bool causal;
-  int64_t q_start, kv_stride;
+  int64_t q_start, positions_per_key;
   std::optional<Tensor> topk_length, attn_sink;
 };
 

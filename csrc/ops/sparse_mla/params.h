@@ -25,7 +25,7 @@ struct Problem {
 
   bool causal;
   int64_t q_start;            // position of the first query
-  int64_t positions_per_key;  // the op's kv_stride
+  int64_t positions_per_key;  // the op's positions_per_key
   float sm_scale;
 };
 

@@ -20,7 +20,7 @@ from dsa_ext.testing.random_calls.draw import Draw
 from dsa_ext.testing.tolerances import check
 
 _HEADS, _DIMS = (8, 16, 32, 64), (64, 128)
-_SCORING = ("q", "k", "weights", "cu_seqlen_ks", "cu_seqlen_ke", "k_scale")
+_SCORING = ("q", "k", "weights", "starts", "ends", "k_scale")
 #: Keys from which indexer_topk takes queries a few at a time.
 _MANY_KEYS = 2**20
 #: Columns up to which rows that break selectors are made, all of them for each call.
@@ -60,8 +60,8 @@ def _scoring(draw: Draw, sizes: tuple[int, int, int, int], dtype: torch.dtype) -
         "q": draw.keys(q.to(dtype), ~visible.any(1)) if draw.chance(0.1) else draw.view(q.to(dtype)),
         "k": draw.keys(k.to(dtype), unseen),
         "weights": draw.view(weights),
-        "cu_seqlen_ks": ks,
-        "cu_seqlen_ke": ke,
+        "starts": ks,
+        "ends": ke,
         "k_scale": k_scale,
     }
 
@@ -76,7 +76,7 @@ def indexer_logits_call(draw: Draw) -> Call:
 
     def run(a: Args) -> Results:
         (logits,) = run_operator("indexer_logits", a)
-        outside = ~inside(a["cu_seqlen_ks"], a["cu_seqlen_ke"], a["k"].shape[0])
+        outside = ~inside(a["starts"], a["ends"], a["k"].shape[0])
         return (logits if a["clean"] else logits.masked_fill(outside, -torch.inf),)
 
     args = indexer_logits(draw)
@@ -117,7 +117,7 @@ def _dlogits(draw: Draw, args: Args) -> Tensor:
     seq, s_kv = args["q"].shape[0], args["k"].shape[0]
     dlogits = draw.gradient(seq, s_kv, dtype=torch.float32)
     if draw.chance(0.4):
-        visible = inside(args["cu_seqlen_ks"], args["cu_seqlen_ke"], s_kv)
+        visible = inside(args["starts"], args["ends"], s_kv)
         return draw.view(dlogits.masked_fill(~visible, torch.nan), "free", repeat=False)
     return draw.view(dlogits, "free")
 
@@ -233,7 +233,7 @@ def functional_indexer_logits(draw: Draw) -> Call:
         leaves = [leaf(a[name]) for name in ("q", "k", "weights")]
         with deterministic_algorithms(deterministic):
             q, k, weights = leaves
-            logits = functional.indexer_logits(q, k, weights, a["cu_seqlen_ks"], a["cu_seqlen_ke"])
+            logits = functional.indexer_logits(q, k, weights, a["starts"], a["ends"])
             return logits.detach(), *gradients([logits], [a["dlogits"]], leaves)
 
     def judge(results: Results, a: Args) -> None:

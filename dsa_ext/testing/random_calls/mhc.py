@@ -79,7 +79,7 @@ def functional_mhc_pre(draw: Draw) -> Call:
     return Call("functional.mhc_pre", args, run, judge, (), draw.notes)
 
 
-def mhc_post(draw: Draw) -> Args:
+def mhc_post_fwd(draw: Draw) -> Args:
     batch, seq, streams, columns = _sizes(draw)
     x, y = draw.floats(batch, seq, streams, columns, name="x"), draw.floats(batch, seq, columns, name="y")
     h_post = 2 * draw.uniform(batch, seq, streams)
@@ -89,7 +89,7 @@ def mhc_post(draw: Draw) -> Args:
 
 
 def mhc_post_bwd(draw: Draw) -> Args:
-    args = mhc_post(draw)
+    args = mhc_post_fwd(draw)
     return {**args, "dout": draw.view(draw.gradient(*args["x"].shape), "free")}
 
 
@@ -103,7 +103,7 @@ def functional_mhc_post(draw: Draw) -> Call:
         return out.detach(), *gradients([out], [a["dout"]], leaves)
 
     def judge(results: Results, a: Args) -> None:
-        check("mhc_post", results[:1], select(a, "x", "y", "h_post", "h_res", "iterations"))
+        check("mhc_post_fwd", results[:1], select(a, "x", "y", "h_post", "h_res", "iterations"))
         check("mhc_post_bwd", results[1:], a)
 
     return Call("functional.mhc_post", args, run, judge, (), draw.notes)
@@ -112,7 +112,7 @@ def functional_mhc_post(draw: Draw) -> Call:
 OPERATORS = {
     "mhc_pre_fwd": mhc_pre_fwd,
     "mhc_pre_bwd": mhc_pre_bwd,
-    "mhc_post": mhc_post,
+    "mhc_post_fwd": mhc_post_fwd,
     "mhc_post_bwd": mhc_post_bwd,
 }
 CALLS = {"functional.mhc_pre": functional_mhc_pre, "functional.mhc_post": functional_mhc_post}

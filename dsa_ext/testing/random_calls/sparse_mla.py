@@ -19,7 +19,7 @@ from dsa_ext.testing.random_calls.call import (
 from dsa_ext.testing.random_calls.draw import Draw
 from dsa_ext.testing.tolerances import check
 
-_OPTIONS = ("sm_scale", "causal", "q_start", "kv_stride", "topk_length")
+_OPTIONS = ("sm_scale", "causal", "q_start", "positions_per_key", "topk_length")
 _FORWARD = ("q", "kv", "indices", *_OPTIONS, "d_v", "attn_sink")
 #: Products of q.k are 512 or 576 columns long, a unit of work being 64.
 _COLUMNS = 8
@@ -44,7 +44,7 @@ def _inputs(draw: Draw) -> Args:
         "sm_scale": draw.scale(),
         "causal": draw.chance(0.6),
         "q_start": draw.choice((0, 0, max(0, s_kv - seq), 5, 100_000, 2**31 - 1, 2**40)),
-        "kv_stride": draw.choice((1, 1, 1, 1, 2, 4, 128, 2**40)),
+        "positions_per_key": draw.choice((1, 1, 1, 1, 2, 4, 128, 2**40)),
         "topk_length": topk_length,
     }
     indices = draw.view(draw.ids(batch, seq, groups, topk, keys=s_kv), "dense")

@@ -47,7 +47,7 @@ _JUDGED: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
             indexer,
             "indexer_logits indexer_logits_bwd indexer_scores indexer_scores_bwd indexer_loss indexer_dense_loss",
         ),
-        (mixing, "gated_fusion_fwd gated_fusion_bwd fp8_gemm mhc_pre_fwd mhc_pre_bwd mhc_post mhc_post_bwd"),
+        (mixing, "gated_fusion_fwd gated_fusion_bwd fp8_gemm mhc_pre_fwd mhc_pre_bwd mhc_post_fwd mhc_post_bwd"),
     )
     for name in names.split()
 }
@@ -113,12 +113,12 @@ def logits_errors(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
-    cu_seqlen_ks: Tensor,
-    cu_seqlen_ke: Tensor,
+    starts: Tensor,
+    ends: Tensor,
     k_scale: Tensor | None = None,
 ) -> Errors:
     """Of a call of indexer_logits with these arguments."""
-    bounds = {"cu_seqlen_ks": cu_seqlen_ks, "cu_seqlen_ke": cu_seqlen_ke}
+    bounds = {"starts": starts, "ends": ends}
     return errors("indexer_logits", logits, {"q": q, "k": k, "weights": weights, **bounds, "k_scale": k_scale})
 
 

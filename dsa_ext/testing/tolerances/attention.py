@@ -180,7 +180,7 @@ def scale_of(args: dict[str, Any]) -> float:
 
 # ---- sparse MLA
 
-_POSITIONS = ("causal", "q_start", "kv_stride", "topk_length")
+_POSITIONS = ("causal", "q_start", "positions_per_key", "topk_length")
 
 
 def visible_slots(args: dict[str, Any]) -> Tensor:

@@ -30,7 +30,7 @@ from dsa_ext.testing.tolerances.limits import (
 
 #: Heads of queries whose gradients are the sums of one product.
 GROUP_ROWS = 128
-BOUNDS = ("cu_seqlen_ks", "cu_seqlen_ke")
+BOUNDS = ("starts", "ends")
 
 
 def _noise_of_scores(q: Tensor, keys: Tensor, weights: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
@@ -336,7 +336,7 @@ def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
     seq, s_kv = len(q), len(k)
     position = args["q_start"] + torch.arange(seq, device=q.device)
     ends = ((position + 1).clamp(max=s_kv) if args["causal"] else torch.full_like(position, s_kv)).int()
-    index = {"q": q, "k": k, "weights": weights, "cu_seqlen_ks": torch.zeros_like(ends), "cu_seqlen_ke": ends}
+    index = {"q": q, "k": k, "weights": weights, "starts": torch.zeros_like(ends), "ends": ends}
     if s_kv == 0:
         zero = q.new_zeros(())
         grads = [zero.expand(t.shape) if gradients else t.new_empty(0) for t in (q, k, weights)]
@@ -349,7 +349,8 @@ def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
     (p,) = attention.attn_dist(
         {
             **main, "q": args["main_q"][None], "kv": args["main_kv"][None, :, None], "indices": ids,
-            "lse": args["lse"][None], "kv_stride": 1, "topk_length": None, "normalize": False, "per_head_block": False,
+            "lse": args["lse"][None], "positions_per_key": 1, "topk_length": None,
+            "normalize": False, "per_head_block": False,
         }
     )  # fmt: skip
     logits_off = logits.bound.masked_fill(logits.value == -torch.inf, 0)

@@ -209,7 +209,7 @@ def mhc_pre_bwd(args: dict[str, Any]) -> list[Expected]:
 
 
 def _mixing(h_res: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """The normalised weights, and what they are off by: each step adds its rounding to their logarithms."""
+    """The normalized weights, and what they are off by: each step adds its rounding to their logarithms."""
     steps = mhc.sinkhorn(h_res, iterations)
     mixing = steps[-1].exp()
     largest = torch.stack([h_res, *steps]).abs().nan_to_num(0, 0, 0).amax((0, -2, -1))[..., None, None]
@@ -217,10 +217,10 @@ def _mixing(h_res: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     return mixing, mixing * unsure.clamp(max=30).expm1() + TINY
 
 
-def mhc_post(args: dict[str, Any]) -> list[Expected]:
+def mhc_post_fwd(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
     x, y, h_post = (args[name].abs() for name in ("x", "y", "h_post"))
-    value = reference.mhc_post(**args)
+    value = reference.mhc_post_fwd(**args)
     mixing, off = _mixing(args["h_res"], args["iterations"])
     terms = mixing @ x + h_post[..., None] * y[:, :, None]
     noise = off.clamp(max=1) @ x + 4 * FP32_RESOLUTION * terms

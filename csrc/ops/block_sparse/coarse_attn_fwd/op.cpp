@@ -1,0 +1,48 @@
+// dsa::coarse_attn_fwd on CUDA: argument checks, allocation, launch. docs/coarse_attn.md has the maths.
+#include <torch/csrc/stable/ops.h>
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "ops/block_sparse/coarse_attn_fwd/params.h"
+#include "ops/block_sparse/inputs.h"
+#include "torch/abi.h"
+
+namespace dsa::coarse_attn_fwd {
+namespace {
+
+using namespace dsa::block_sparse;
+
+constexpr char kOp[] = "dsa::coarse_attn_fwd";
+
+std::tuple<Tensor, Tensor, Tensor> coarse_attn_fwd(Tensor q, Tensor k, Tensor v, std::optional<double> sm_scale) {
+  check_heads(kOp, q, k, v, sm_scale);
+  const Device device = hopper_device(kOp, "q", q);
+  const int device_index = q.get_device_index();
+  const DeviceGuard guard(device_index);
+
+  Params params{problem_of(q, k, v, sm_scale, device, device_index)};
+  Tensor out = empty_rows_like(q, device_index);
+  Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, ScalarType::Float, device_index);
+  Tensor scores = empty({q.size(0), q.size(1), params.q_blocks, k.size(2)}, ScalarType::Float, device_index);
+  if (lse.numel() == 0) return {out, lse, scores};
+  if (k.size(2) == 0) return {torch::stable::zero_(out), torch::stable::fill_(lse, -INFINITY), scores};
+
+  params.out = heads_of(out);
+  params.lse = static_cast<float*>(lse.data_ptr());
+  params.scores = static_cast<float*>(scores.data_ptr());
+  const bool fits_at_once = int64_t{params.batch} * params.heads * params.q_blocks <= device.num_sms;
+  params.triples = fits_at_once ? 0 : params.q_blocks / kGroups;
+  const char* error = launch(params, current_stream(device_index));
+  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  return {out, lse, scores};
+}
+
+}  // namespace
+}  // namespace dsa::coarse_attn_fwd
+
+STABLE_TORCH_LIBRARY_IMPL(dsa, CUDA, m) {
+  m.impl("coarse_attn_fwd", TORCH_BOX(&dsa::coarse_attn_fwd::coarse_attn_fwd));
+}

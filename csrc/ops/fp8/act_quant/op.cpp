@@ -1,0 +1,79 @@
+// dsa::act_quant on CUDA: argument checks, allocation, launch. docs/fp8.md has the definition.
+#include <torch/csrc/stable/ops.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "ops/fp8/act_quant/params.h"
+#include "torch/abi.h"
+
+namespace dsa::act_quant {
+namespace {
+
+constexpr char kOp[] = "dsa::act_quant";
+
+void check_inputs(const Tensor& x, int64_t block) {
+  const bool is_float = x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Float;
+  DSA_CHECK(is_float && x.dim() >= 1 && x.size(x.dim() - 1) % kBlock == 0, kOp,
+            ": x must be bfloat16 or float32 [.., N] with N a multiple of 128, got ", describe(x));
+  DSA_CHECK(block == kBlock, kOp, ": block must be 128, got ", block);
+}
+
+// The dimensions of `x` but the last, as one of rows: itself where one stride steps through them all and the kernel can
+// read its rows, else a copy.
+Tensor as_rows(const Tensor& x, int64_t rows) {
+  const int last = static_cast<int>(x.dim()) - 1;
+  const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
+  bool fits = x.stride(last) == 1 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+  std::optional<int64_t> step;  // that the next dimension outwards must have
+  for (int dim = last - 1; dim >= 0; --dim) {
+    if (x.size(dim) == 1) continue;
+    fits &= (!step || x.stride(dim) == *step) && x.stride(dim) % elements == 0;
+    step = x.stride(dim) * x.size(dim);
+  }
+  const int64_t sizes[] = {rows, x.size(last)};
+  return torch::stable::view(fits ? x : aligned_contiguous(x), {sizes, 2});
+}
+
+std::tuple<Tensor, Tensor> act_quant(Tensor x, int64_t block, bool round_scale) {
+  check_inputs(x, block);
+  hopper_device(kOp, "x", x);
+  const int device_index = x.get_device_index();
+  const DeviceGuard guard(device_index);
+
+  const int64_t columns = x.size(x.dim() - 1), blocks = columns / kBlock;
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  int64_t count = 1;
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) count *= sizes[dim];
+  Tensor y = empty({count, columns}, ScalarType::Float8_e4m3fn, device_index);
+  Tensor scales = empty({blocks, count}, ScalarType::Float, device_index);
+  if (y.numel() > 0) {
+    const Tensor rows = as_rows(x, count);
+    const Params params{
+        .x = rows.data_ptr(),
+        .y = y.data_ptr(),
+        .scales = static_cast<float*>(scales.data_ptr()),
+        .row_stride = rows.stride(0),
+        .rows = count,
+        .columns = columns,
+        .device = device_index,
+        .is_bf16 = x.scalar_type() == ScalarType::BFloat16,
+        .round_scale = round_scale,
+    };
+    const char* error = launch(params, current_stream(device_index));
+    DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  }
+  y = torch::stable::view(y, sizes);
+  sizes.pop_back();
+  sizes.insert(sizes.begin(), blocks);
+  scales = torch::stable::view(scales, sizes);
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) scales = torch::stable::transpose(scales, dim, dim + 1);
+  return {y, scales};
+}
+
+}  // namespace
+}  // namespace dsa::act_quant
+
+STABLE_TORCH_LIBRARY_IMPL(dsa, CUDA, m) { m.impl("act_quant", TORCH_BOX(&dsa::act_quant::act_quant)); }

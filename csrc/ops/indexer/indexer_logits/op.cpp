@@ -1,0 +1,37 @@
+// dsa::indexer_logits on CUDA: allocation and launch. docs/indexer.md has the maths.
+#include <optional>
+
+#include "ops/indexer/inputs.h"
+
+namespace dsa::indexer_logits {
+namespace {
+
+constexpr char kOp[] = "dsa::indexer_logits";
+
+Tensor indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor starts, Tensor ends, std::optional<Tensor> k_scale,
+                      bool clean) {
+  indexer::Scoring scoring{q, k, weights, starts, ends, k_scale};
+  indexer::check_inputs(kOp, scoring);
+  const Device device = hopper_device(kOp, "q", q);
+  const int device_index = q.get_device_index();
+  const DeviceGuard guard(device_index);
+
+  const int64_t seq = q.size(0), seq_kv = k.size(0);
+  Tensor logits = empty_float_rows(seq, seq_kv, device_index);
+  if (seq * seq_kv == 0) return logits;
+  Params params = indexer::params_of(scoring, 0, seq, logits, device, device_index);
+  params.clean = clean;
+  const char* error = launch(params, current_stream(device_index));
+  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  return logits;
+}
+
+}  // namespace
+
+const char* launch(const Params& params, void* stream) {
+  return params.is_bf16 ? launch_bf16(params, stream) : launch_fp8(params, stream);
+}
+
+}  // namespace dsa::indexer_logits
+
+STABLE_TORCH_LIBRARY_IMPL(dsa, CUDA, m) { m.impl("indexer_logits", TORCH_BOX(&dsa::indexer_logits::indexer_logits)); }

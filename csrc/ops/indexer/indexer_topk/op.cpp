@@ -1,0 +1,63 @@
+// dsa::indexer_topk on CUDA: runs of queries are scored and selected from, one after the other, so that the logits of
+// one run alone are held. docs/indexer.md has the maths.
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+#include "ops/indexer/indexer_topk/plan.h"
+#include "ops/indexer/inputs.h"
+#include "ops/indexer/topk_select/config.h"
+#include "ops/indexer/topk_select/params.h"
+
+namespace dsa::indexer_topk {
+namespace {
+
+constexpr char kOp[] = "dsa::indexer_topk";
+
+std::tuple<Tensor, Tensor> indexer_topk(Tensor q, Tensor k, Tensor weights, Tensor starts, Tensor ends, int64_t topk,
+                                        std::optional<Tensor> k_scale) {
+  indexer::Scoring scoring{q, k, weights, starts, ends, k_scale};
+  indexer::check_inputs(kOp, scoring);
+  topk_select::check_topk(kOp, topk);
+  const Device device = hopper_device(kOp, "q", q);
+  const int device_index = q.get_device_index();
+  const DeviceGuard guard(device_index);
+
+  const int64_t seq = q.size(0), seq_kv = k.size(0);
+  Tensor indices = empty({seq, topk}, ScalarType::Int, device_index);
+  Tensor values = empty({seq, topk}, ScalarType::Float, device_index);
+  const int64_t step = queries_at_once(seq, seq_kv);
+  const Tensor logits = empty_float_rows(step, seq_kv, device_index);
+  void* const stream = current_stream(device_index);
+  for (int64_t first = 0; first < seq; first += step) {
+    const int64_t count = std::min(step, seq - first);
+    indexer_logits::Params scores = indexer::params_of(scoring, first, count, logits, device, device_index);
+    scores.clean = false;
+    const topk_select::Params selection{
+        .logits = scores.logits,
+        .starts = scores.ks,
+        .ends = scores.ke,
+        .indices = static_cast<int*>(indices.data_ptr()) + first * topk,
+        .values = static_cast<float*>(values.data_ptr()) + first * topk,
+        .logits_stride = scores.logits_stride,
+        .starts_stride = scores.ks_stride,
+        .ends_stride = scores.ke_stride,
+        .rows = static_cast<int>(count),
+        .columns = static_cast<int>(seq_kv),
+        .topk = static_cast<int>(topk),
+        .ctas = topk_select::plan_ctas(count, static_cast<int>(seq_kv), device.num_sms),
+        .device = device_index,
+        .num_sms = device.num_sms,
+        .is_bf16 = false,
+    };
+    const char* error = seq_kv > 0 ? indexer_logits::launch(scores, stream) : nullptr;
+    if (error == nullptr) error = topk_select::launch(selection, stream);
+    DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  }
+  return {indices, values};
+}
+
+}  // namespace
+}  // namespace dsa::indexer_topk
+
+STABLE_TORCH_LIBRARY_IMPL(dsa, CUDA, m) { m.impl("indexer_topk", TORCH_BOX(&dsa::indexer_topk::indexer_topk)); }

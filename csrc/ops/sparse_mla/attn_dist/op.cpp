@@ -1,0 +1,58 @@
+// dsa::attn_dist on CUDA: argument checks, allocation, launch. docs/attn_dist.md has the maths.
+#include <torch/csrc/stable/ops.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "ops/shared/listed_keys/config.h"
+#include "ops/sparse_mla/attn_dist/params.h"
+#include "ops/sparse_mla/inputs.h"
+#include "torch/abi.h"
+
+namespace dsa::attn_dist {
+namespace {
+
+using namespace dsa::sparse_mla;
+using listed_keys::kBlockHeads;
+
+constexpr char kOp[] = "dsa::attn_dist";
+
+Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<double> sm_scale, bool causal,
+                 int64_t q_start, int64_t positions_per_key, std::optional<Tensor> topk_length, bool normalize,
+                 bool per_head_block) {
+  const Options options{sm_scale, std::nullopt, causal, q_start, positions_per_key, topk_length, std::nullopt};
+  check_inputs(kOp, q, kv, indices, options);
+  const int64_t batch = q.size(0), seq_q = q.size(1), heads = q.size(2);
+  const int64_t groups = kv.size(2), topk = indices.size(3);
+  check_tensor(kOp, "lse", lse, ScalarType::Float, {{"B", batch}, {"S", seq_q}, {"H", heads}});
+  check_same_device(kOp, "lse", lse, "q", q);
+  DSA_CHECK(!(normalize && per_head_block), kOp,
+            ": normalize must be False beside per_head_block, since rows are to be divided by the sum of all blocks");
+  const Device device = hopper_device(kOp, "q", q);
+  const int device_index = q.get_device_index();
+  const DeviceGuard guard(device_index);
+
+  Tensor dist = per_head_block ? empty({(heads / groups + kBlockHeads - 1) / kBlockHeads, batch, seq_q, groups, topk},
+                                       ScalarType::Float, device_index)
+                               : empty({batch, seq_q, groups, topk}, ScalarType::Float, device_index);
+  if (dist.numel() == 0) return dist;
+  if (heads == 0) return torch::stable::zero_(dist);
+  const listed_keys::Params params{
+      problem_of(q, kv, indices, options, device, device_index),
+      static_cast<const float*>(lse.data_ptr()),
+      lse.stride(0),
+      lse.stride(1),
+      lse.stride(2),
+      static_cast<float*>(dist.data_ptr()),
+      normalize,
+      per_head_block,
+  };
+  const char* error = launch(params, current_stream(device_index));
+  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  return dist;
+}
+
+}  // namespace
+}  // namespace dsa::attn_dist
+
+STABLE_TORCH_LIBRARY_IMPL(dsa, CUDA, m) { m.impl("attn_dist", TORCH_BOX(&dsa::attn_dist::attn_dist)); }

@@ -1,0 +1,110 @@
+// dsa::sparse_mla_bwd on CUDA: argument checks, allocation, launch. docs/sparse_mla_bwd.md has the maths.
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "ops/shared/key_sums/buffers.h"
+#include "ops/sparse_mla/inputs.h"
+#include "ops/sparse_mla/sparse_mla_bwd/config.h"
+#include "ops/sparse_mla/sparse_mla_bwd/params.h"
+#include "torch/abi.h"
+
+namespace dsa::sparse_mla_bwd {
+namespace {
+
+using namespace dsa::sparse_mla;
+
+// Bytes of sums above which waves of CTAs keep apart, so that those in use stay in L2; and above which
+// even so sums often come from memory.
+constexpr int64_t kKeepApart = 32 << 20, kPrefetch = 192 << 20;
+constexpr char kOp[] = "dsa::sparse_mla_bwd";
+
+std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse,
+                                                  Tensor indices, std::optional<double> sm_scale, int64_t d_v,
+                                                  bool causal, int64_t q_start, int64_t positions_per_key,
+                                                  std::optional<Tensor> topk_length, std::optional<Tensor> attn_sink,
+                                                  std::optional<Tensor> dlse, bool deterministic) {
+  const Options options{sm_scale, d_v, causal, q_start, positions_per_key, topk_length, attn_sink};
+  check_inputs(kOp, q, kv, indices, options);
+  const int64_t batch = q.size(0), seq_q = q.size(1), heads = q.size(2), d_qk = q.size(3);
+  const int64_t seq_kv = kv.size(1), groups = kv.size(2);
+  const auto check_like_forward = [&](const char* name, const Tensor& tensor, ScalarType dtype, bool is_row) {
+    if (is_row) {
+      check_tensor(kOp, name, tensor, dtype, {{"B", batch}, {"S", seq_q}, {"H", heads}, {"Dv", d_v}});
+    } else {
+      check_tensor(kOp, name, tensor, dtype, {{"B", batch}, {"S", seq_q}, {"H", heads}});
+    }
+    check_same_device(kOp, name, tensor, "q", q);
+  };
+  check_like_forward("dout", dout, ScalarType::BFloat16, true);
+  check_like_forward("out", out, ScalarType::BFloat16, true);
+  check_like_forward("lse", lse, ScalarType::Float, false);
+  if (dlse) check_like_forward("dlse", *dlse, ScalarType::Float, false);
+  const Device device = hopper_device(kOp, "q", q);
+  const int device_index = q.get_device_index();
+  const DeviceGuard guard(device_index);
+
+  // Gradients come in any layout, often expanded from one element.
+  dout = aligned_contiguous(dout);
+  out = aligned_contiguous(out);
+  lse = aligned_contiguous(lse);
+  if (dlse) dlse = aligned_contiguous(*dlse);
+
+  Tensor dq = empty({batch, seq_q, heads, d_qk}, ScalarType::BFloat16, device_index);
+  Tensor d_sink = empty({attn_sink ? heads : 0}, ScalarType::Float, device_index);
+  Tensor sink_terms = empty({attn_sink ? batch * seq_q * heads : 0}, ScalarType::Float, device_index);
+  Tensor finished = empty({1}, ScalarType::Int, device_index);
+
+  Params params{problem_of(q, kv, indices, options, device, device_index)};
+  params.dout = dout.data_ptr();
+  params.out = out.data_ptr();
+  params.lse = static_cast<const float*>(lse.data_ptr());
+  params.dlse = dlse ? static_cast<const float*>(dlse->data_ptr()) : nullptr;
+  params.dq = dq.data_ptr();
+  params.d_sink = static_cast<float*>(d_sink.data_ptr());
+  params.sink_terms = static_cast<float*>(sink_terms.data_ptr());
+  params.deterministic = deterministic;
+
+  const int64_t queries = heads > 0 ? batch * seq_q : 0, keys = batch * seq_kv * groups;
+  const int64_t items_of_query = groups * head_blocks(params.heads, params.groups);
+  params.queries_at_once = queries;
+  if (deterministic && queries > 0) {
+    const int64_t room = queries_at_once(items_of_query, params.topk, params.d_qk, params.num_sms);
+    params.queries_at_once = std::min(queries, room);
+  }
+  const auto parts_of = [&](int64_t queries_of_launch) {
+    const int64_t items = queries_of_launch * items_of_query;
+    const Plan plan = plan_items(items, params.topk, params.num_sms);
+    return (items - plan.whole) * plan.parts;
+  };
+  const int64_t last_queries = queries > 0 ? queries % params.queries_at_once : 0;
+  const int64_t parts = std::max(parts_of(params.queries_at_once), parts_of(last_queries));
+  Tensor dq_parts = empty({parts, kBlockHeads, d_qk}, ScalarType::Float, device_index);
+  params.dq_parts = static_cast<float*>(dq_parts.data_ptr());
+
+  const bool adds_up = !deterministic || params.queries_at_once < queries;
+  const int64_t slots = deterministic ? params.queries_at_once * groups * params.topk : 0;
+  params.dkv.keys = keys;
+  params.dkv.columns = params.d_qk;
+  params.dkv.device = device_index;
+  params.dkv.blocks = head_blocks(params.heads, params.groups);
+  params.dkv.block_stride = params.topk;
+  const auto dkv_buffers = key_sums::allocate(params.dkv, {batch, seq_kv, groups, d_qk}, adds_up, slots,
+                                              params.queries_at_once * items_of_query * params.topk);
+  if (!deterministic) {
+    const int64_t sum_bytes = keys * d_qk * static_cast<int64_t>(sizeof(float));
+    params.finished = sum_bytes > kKeepApart ? static_cast<int*>(finished.data_ptr()) : nullptr;
+    params.spread = params.finished == nullptr;
+    params.prefetch_sums = sum_bytes > kPrefetch;
+  }
+
+  const char* error = launch(params, current_stream(device_index));
+  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  return {dq, dkv_buffers.front(), d_sink};
+}
+
+}  // namespace
+}  // namespace dsa::sparse_mla_bwd
+
+STABLE_TORCH_LIBRARY_IMPL(dsa, CUDA, m) { m.impl("sparse_mla_bwd", TORCH_BOX(&dsa::sparse_mla_bwd::sparse_mla_bwd)); }

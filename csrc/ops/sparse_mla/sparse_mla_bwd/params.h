@@ -1,0 +1,36 @@
+// What crosses from the host to the kernels. No torch, no CUDA headers.
+#pragma once
+
+#include "ops/shared/key_sums/params.h"
+#include "ops/sparse_mla/params.h"
+
+namespace dsa::sparse_mla_bwd {
+
+// A launch of the main kernel takes items [first_item, ...), each a query's heads of one group, at most kBlockHeads.
+struct Params : sparse_mla::Problem {
+  const void* dout;   // bf16 [batch, seq_q, heads, d_v], contiguous
+  const void* out;    // like dout
+  const float* lse;   // [batch, seq_q, heads], contiguous
+  const float* dlse;  // like lse, or null
+  void* dq;           // bf16 [batch, seq_q, heads, d_qk], contiguous
+  float* d_sink;      // [heads] with a sink, else null
+  float* dq_parts;    // fp32 [items beyond whole_items, parts, kBlockHeads, d_qk]
+  float* sink_terms;  // like lse with a sink, else null: what each row adds to d_sink
+  int* finished;      // [1]: CTAs that are done; null where none waits for others
+
+  // dkv [batch, seq_kv, groups, d_qk]. Slots are those of the queries and groups of one launch; each item's rows are
+  // those of its topk slots.
+  key_sums::Params dkv;
+
+  int64_t queries_at_once;  // of one launch
+  int first_item;
+  int whole_items, parts;  // from plan_items
+  bool deterministic;
+  bool prefetch_sums;  // of the next tile, where few are in L2
+  bool spread;         // queries begin with different tiles
+};
+
+// Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
+const char* launch(const Params& params, void* stream);
+
+}  // namespace dsa::sparse_mla_bwd
