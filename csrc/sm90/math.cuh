@@ -21,6 +21,34 @@ __device__ __forceinline__ float log2_fast(float x) {
   return y;
 }
 
+// rcp.approx
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// max.NaN with 0: NaN stays NaN
+__device__ __forceinline__ float relu(float x) {
+  float y;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// set.gt: 1 or 0
+__device__ __forceinline__ float one_if_greater(float a, float b) {
+  float r;
+  asm("set.gt.f32.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+// lop3: x ^ (~mask | 0x80000000)
+__device__ __forceinline__ unsigned xor_not_or_sign(unsigned x, unsigned mask) {
+  unsigned r;
+  asm("lop3.b32 %0, %1, %2, 0x80000000, 0x4b;" : "=r"(r) : "r"(x), "r"(mask));
+  return r;
+}
+
 // Scores, in units of log 2, from whose magnitude on rounding is taken care of; far above ordinary ones.
 inline constexpr float kLargeScore = 0x1p20f;
 

@@ -74,18 +74,4 @@ using RowsMma = decltype(cute::make_tiled_mma(
     cute::GMMA::rs_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>,
                                cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 
-// The same object, at an address that the compiler does not know: what it derives from it, like the descriptors of
-// wgmma, it computes where it is needed, instead of once for all tiles and in registers that are not there.
-template <class T>
-__device__ __forceinline__ T& recomputed(T& object) {
-  T* address = &object;
-  asm volatile("" : "+l"(address));
-  return *address;
-}
-// The same value.
-__device__ __forceinline__ int recomputed(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 }  // namespace dsa::sm90

@@ -38,6 +38,23 @@ __device__ __forceinline__ float sum_of_warp(float value) {
   return value;
 }
 
+// shfl.up: the sum of `x` over this lane and those before it
+__device__ __forceinline__ unsigned sum_to_lane(unsigned x) {
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    asm volatile(
+        "{\n"
+        ".reg .u32 other;\n"
+        ".reg .pred exists;\n"
+        "shfl.sync.up.b32 other|exists, %0, %1, 0, 0xffffffff;\n"
+        "@exists add.u32 %0, %0, other;\n"
+        "}\n"
+        : "+r"(x)
+        : "r"(lanes));
+  }
+  return x;
+}
+
 // bar.sync on a named barrier, for the threads of one warpgroup
 template <int kBarrier>
 __device__ __forceinline__ void sync_warpgroup() {
@@ -46,6 +63,16 @@ __device__ __forceinline__ void sync_warpgroup() {
 
 __device__ __forceinline__ void sync_warpgroup(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarpgroupThreads) : "memory");
+}
+
+// bar.sync on a named barrier, for some threads of the CTA
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // barrier.red.or: bar.sync, and whether `predicate` holds in any thread of the warpgroup

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -27,6 +28,8 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 namespace dsa {
 
 using torch::headeronly::ScalarType;
+using torch::stable::contiguous, torch::stable::fill_, torch::stable::transpose, torch::stable::view,
+    torch::stable::zero_;
 using torch::stable::Tensor;
 using torch::stable::accelerator::DeviceGuard;
 

@@ -1,7 +1,5 @@
 #include "ops/block_sparse/inputs.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -3,6 +3,7 @@
 
 #include "ops/block_sparse/params.h"
 #include "sm90/gather.cuh"
+#include "sm90/memory.cuh"
 #include "sm90/mma.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
@@ -33,7 +34,7 @@ __device__ __forceinline__ List listed_blocks(const Problem& p, const Item& item
       p.index + item.batch * p.index_stride_b + item.head * p.index_stride_h + item.block * p.index_stride_m;
   constexpr int kOfLane = 128 / sizeof(int);
   const int lane = threadIdx.x % sm90::kWarpThreads;
-  if (lane * kOfLane < p.slots) asm volatile("prefetch.global.L2 [%0];" ::"l"(g_ids + lane * kOfLane));
+  if (lane * kOfLane < p.slots) sm90::prefetch_l2(g_ids + lane * kOfLane);
   const int count =
       __ldg(p.num + item.batch * p.num_stride_b + item.head * p.num_stride_h + item.block * p.num_stride_m);
   return {g_ids, max(0, min(count, p.slots))};

@@ -4,6 +4,7 @@
 #include "ops/block_sparse/params.h"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mma.cuh"
+#include "sm90/registers.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 
@@ -41,12 +42,7 @@ __device__ __forceinline__ void use_operand(const Fragment& r) {
   uint32_t mixed = 0;
 #pragma unroll
   for (uint32_t word : *reinterpret_cast<const uint32_t (*)[sizeof(r) / 4]>(r.data())) mixed ^= word;
-  asm volatile(
-      "{\n"
-      ".reg .pred rarely;\n"
-      "setp.eq.b32 rarely, %0, 0x5f3759df;\n"
-      "@rarely nanosleep.u32 0;\n"
-      "}\n" ::"r"(mixed));
+  sm90::use(mixed);
 }
 
 // The barrier of this warpgroup; not from a register that would be held for it.

@@ -1,7 +1,5 @@
 #include "ops/indexer/inputs.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 
 namespace dsa::indexer {
@@ -41,7 +39,7 @@ void check_inputs(const char* op, Scoring& scoring) {
   check_same_device(op, "ends", ke, "q", q);
   if (k_scale) {
     check_same_device(op, "k_scale", *k_scale, "q", q);
-    scoring.k_scale = torch::stable::contiguous(*k_scale);
+    scoring.k_scale = contiguous(*k_scale);
   }
 }
 

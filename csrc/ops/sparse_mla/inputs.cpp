@@ -57,12 +57,11 @@ Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, con
   const int64_t *kv_sizes = kv.sizes().data(), *kv_strides = kv.strides().data();
   const int64_t* indices_strides = indices.strides().data();
   const int64_t d_qk = q_sizes[3];
-  return {
+  const listed_keys::Problem problem{
       .q = q.data_ptr(),
       .kv = kv.data_ptr(),
       .indices = static_cast<const int*>(indices.data_ptr()),
       .topk_length = topk_length ? static_cast<const int*>(topk_length->data_ptr()) : nullptr,
-      .attn_sink = attn_sink ? static_cast<const float*>(attn_sink->data_ptr()) : nullptr,
       .q_stride_b = row_stride(q_sizes, q_strides, 0),
       .q_stride_s = row_stride(q_sizes, q_strides, 1),
       .q_stride_h = row_stride(q_sizes, q_strides, 2),
@@ -74,7 +73,6 @@ Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, con
       .indices_stride_g = indices_strides[2],
       .topk_length_stride_b = topk_length ? topk_length->stride(0) : 0,
       .topk_length_stride_s = topk_length ? topk_length->stride(1) : 0,
-      .attn_sink_stride = attn_sink ? attn_sink->stride(0) : 0,
       .batch = static_cast<int>(q_sizes[0]),
       .seq_q = static_cast<int>(q_sizes[1]),
       .seq_kv = static_cast<int>(kv_sizes[1]),
@@ -82,13 +80,18 @@ Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, con
       .groups = static_cast<int>(kv_sizes[2]),
       .topk = static_cast<int>(indices.size(3)),
       .d_qk = static_cast<int>(d_qk),
-      .d_v = static_cast<int>(d_v.value_or(kValueColumns)),
       .device = device_index,
       .num_sms = device.num_sms,
       .causal = causal,
       .q_start = q_start,
       .positions_per_key = positions_per_key,
       .sm_scale = static_cast<float>(sm_scale ? *sm_scale : 1.0 / std::sqrt(static_cast<double>(d_qk))),
+  };
+  return {
+      problem,
+      attn_sink ? static_cast<const float*>(attn_sink->data_ptr()) : nullptr,
+      attn_sink ? attn_sink->stride(0) : 0,
+      static_cast<int>(d_v.value_or(kValueColumns)),
   };
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "sm90/math.cuh"
+#include "sm90/registers.cuh"
 #include "streams.cuh"
 
 namespace dsa::block_sparse_attn_bwd {

@@ -1,6 +1,4 @@
 // dsa::block_sparse_attn_bwd on CUDA: argument checks, allocation, launch. docs/block_sparse_attn.md has the maths.
-#include <torch/csrc/stable/ops.h>
-
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -39,7 +37,7 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attn_bwd(Tensor dout, Tensor q, 
   Tensor dk = empty_rows_like(k, device_index);
   Tensor dv = empty_rows_like(v, device_index);
   if (q.numel() == 0 || k.numel() == 0) {
-    return {torch::stable::zero_(dq), torch::stable::zero_(dk), torch::stable::zero_(dv)};
+    return {zero_(dq), zero_(dk), zero_(dv)};
   }
   dout = with_aligned_rows(dout);
   out = with_aligned_rows(out);

@@ -13,6 +13,7 @@
 #include "sm90/mbarrier.cuh"
 #include "sm90/mma.cuh"
 #include "sm90/programmatic.cuh"
+#include "sm90/registers.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 #include "softmax.cuh"
@@ -101,11 +102,6 @@ __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, 
     send_mark({item.block, item.head, item.batch, is_shared, is_part ? partial_slot(team, piece.begin == 0) : -1});
   }
   send_mark({});
-}
-
-// bar.sync among some threads of the CTA
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Joins what the streams of the CTA have of one query block, in a fixed order; true for the stream that then has it.

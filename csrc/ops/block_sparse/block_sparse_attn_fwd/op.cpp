@@ -1,6 +1,4 @@
 // dsa::block_sparse_attn_fwd on CUDA: argument checks, allocation, launch. docs/block_sparse_attn.md has the maths.
-#include <torch/csrc/stable/ops.h>
-
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -28,7 +26,7 @@ std::tuple<Tensor, Tensor> block_sparse_attn_fwd(Tensor q, Tensor k, Tensor v, T
   Tensor out = empty_rows_like(q, device_index);
   Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, ScalarType::Float, device_index);
   if (lse.numel() == 0) return {out, lse};
-  if (k.size(2) == 0) return {torch::stable::zero_(out), torch::stable::fill_(lse, -INFINITY)};
+  if (k.size(2) == 0) return {zero_(out), fill_(lse, -INFINITY)};
 
   Params params{problem_of(inputs, device, device_index)};
   const int items = params.batch * params.heads * params.q_blocks;

@@ -139,10 +139,8 @@ __device__ __forceinline__ float2 sum_rows(float (&r)[kBlock / 4], int lane) {
   return {r[0], r[1]};
 }
 
-// bar.sync of all that compute
-__device__ __forceinline__ void sync_groups() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kGroupsBarrier), "n"(kGroups * kWarpgroupThreads) : "memory");
-}
+// All that compute.
+__device__ __forceinline__ void sync_groups() { sync_threads<kGroupsBarrier, kGroups * kWarpgroupThreads>(); }
 
 template <int kColumns>
 __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const Params& p, const CUtensorMap& out_map,

@@ -1,6 +1,4 @@
 // dsa::coarse_attn_fwd on CUDA: argument checks, allocation, launch. docs/coarse_attn.md has the maths.
-#include <torch/csrc/stable/ops.h>
-
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -28,7 +26,7 @@ std::tuple<Tensor, Tensor, Tensor> coarse_attn_fwd(Tensor q, Tensor k, Tensor v,
   Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, ScalarType::Float, device_index);
   Tensor scores = empty({q.size(0), q.size(1), params.q_blocks, k.size(2)}, ScalarType::Float, device_index);
   if (lse.numel() == 0) return {out, lse, scores};
-  if (k.size(2) == 0) return {torch::stable::zero_(out), torch::stable::fill_(lse, -INFINITY), scores};
+  if (k.size(2) == 0) return {zero_(out), fill_(lse, -INFINITY), scores};
 
   params.out = heads_of(out);
   params.lse = static_cast<float*>(lse.data_ptr());

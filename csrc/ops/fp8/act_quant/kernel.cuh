@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/programmatic.cuh"
 #include "sm90/warpgroup.cuh"
@@ -63,8 +64,7 @@ struct Divisor {
   float finite, reciprocal;  // b, or a zero that takes the step away
 
   __device__ __forceinline__ explicit Divisor(float b) : finite(isfinite(b) ? b : 0.f) {
-    float estimate;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(b));
+    const float estimate = sm90::reciprocal_fast(b);
     reciprocal = fmaf(-fmaf(estimate, finite, -1.f), estimate, estimate);
   }
   __device__ __forceinline__ float divides(float a) const {

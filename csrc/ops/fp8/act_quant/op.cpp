@@ -1,6 +1,4 @@
 // dsa::act_quant on CUDA: argument checks, allocation, launch. docs/fp8.md has the definition.
-#include <torch/csrc/stable/ops.h>
-
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -34,7 +32,7 @@ Tensor as_rows(const Tensor& x, int64_t rows) {
     step = x.stride(dim) * x.size(dim);
   }
   const int64_t sizes[] = {rows, x.size(last)};
-  return torch::stable::view(fits ? x : aligned_contiguous(x), {sizes, 2});
+  return view(fits ? x : aligned_contiguous(x), {sizes, 2});
 }
 
 std::tuple<Tensor, Tensor> act_quant(Tensor x, int64_t block, bool round_scale) {
@@ -65,11 +63,11 @@ std::tuple<Tensor, Tensor> act_quant(Tensor x, int64_t block, bool round_scale) 
     const char* error = launch(params, current_stream(device_index));
     DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
   }
-  y = torch::stable::view(y, sizes);
+  y = view(y, sizes);
   sizes.pop_back();
   sizes.insert(sizes.begin(), blocks);
-  scales = torch::stable::view(scales, sizes);
-  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) scales = torch::stable::transpose(scales, dim, dim + 1);
+  scales = view(scales, sizes);
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) scales = transpose(scales, dim, dim + 1);
   return {y, scales};
 }
 

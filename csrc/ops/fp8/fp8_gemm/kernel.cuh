@@ -17,6 +17,7 @@
 #include "sm90/cluster.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
+#include "sm90/memory.cuh"
 #include "sm90/mma.cuh"
 #include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
@@ -51,12 +52,7 @@ struct SharedStorage {
   uint64_t full[kStages], empty[kStages];
 };
 
-// cp.async of 4 bytes
-__device__ __forceinline__ void copy_float(float* shared, const float* g) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(g) : "memory");
-}
-
-__device__ __forceinline__ void sync_compute() { asm volatile("bar.sync 1, %0;" ::"n"(kComputeThreads) : "memory"); }
+__device__ __forceinline__ void sync_compute() { sync_threads<1, kComputeThreads>(); }
 
 // The CTA's blocks of columns, of all tiles of its cluster.
 struct Work : Cut {

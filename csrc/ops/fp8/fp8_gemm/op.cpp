@@ -1,6 +1,4 @@
 // dsa::fp8_gemm on CUDA: argument checks, allocation, launch. docs/fp8.md has the maths.
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -52,7 +50,7 @@ Tensor fp8_gemm(Tensor a, Tensor a_s, Tensor b, Tensor b_s) {
   const int64_t rows = a.size(0), width = b.size(0);
   Tensor out = empty({rows, width}, ScalarType::BFloat16, device_index);
   if (out.numel() == 0) return out;
-  if (a.size(1) == 0) return torch::stable::zero_(out);
+  if (a.size(1) == 0) return zero_(out);
   if (rows > kMaxRows && width % kWidthOfLibrary == 0) return multiply_many_rows(a, a_s, b, b_s);
   Params params{
       .a = static_cast<const char*>(a.data_ptr()),

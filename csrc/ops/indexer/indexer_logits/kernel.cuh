@@ -15,7 +15,9 @@
 
 #include "config.h"
 #include "params.h"
+#include "sm90/math.cuh"
 #include "sm90/mbarrier.cuh"
+#include "sm90/memory.cuh"
 #include "sm90/mma.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
@@ -126,12 +128,6 @@ __device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const P
   __syncthreads();
 }
 
-// Loads into L1.
-__device__ __forceinline__ void touch(const float* g) {
-  [[maybe_unused]] float unused;
-  asm volatile("ld.global.f32 %0, [%1];" : "=f"(unused) : "l"(g));
-}
-
 // Copies Q of each block and the tiles of keys. By one warp.
 template <class Element, Config kC>
 __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const Params& p, const CUtensorMap& q_map,
@@ -201,12 +197,7 @@ constexpr bool is_doubled(int i) {
 }
 
 // relu(x), or twice that; NaN stays NaN.
-__device__ __forceinline__ float rectified(float x, bool doubled) {
-  if (doubled) return x + fabsf(x);
-  float r;
-  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(r) : "f"(x));
-  return r;
-}
+__device__ __forceinline__ float rectified(float x, bool doubled) { return doubled ? x + fabsf(x) : sm90::relu(x); }
 
 // Multiplies keys, and sums over heads. `thread` is of all kMathThreads.
 template <class Element, Config kC>

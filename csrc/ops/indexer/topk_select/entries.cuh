@@ -7,12 +7,17 @@
 
 #include "config.h"
 #include "sm90/cluster.cuh"
+#include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
+#include "sm90/memory.cuh"
+#include "sm90/registers.cuh"
+#include "sm90/warpgroup.cuh"
 
 namespace dsa::topk_select {
 
 using sm90::cluster_index, sm90::cluster_rank;
+using sm90::increment, sm90::one_if_greater, sm90::store_shared, sm90::sum_to_lane, sm90::thread_index;
 
 template <class T, int kCount>
 struct Entries {
@@ -65,56 +70,6 @@ struct FilterStorage : SelectorStorage<Shape> {
   int full;  // a list is
 };
 
-// %tid.x, read again: registers are scarce where keys are held.
-__device__ __forceinline__ int thread_index() {
-  int r;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
-  return r;
-}
-
-// st.shared
-__device__ __forceinline__ void store_shared(uint32_t address, uint2 value) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t address, __nv_bfloat16 value) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(__bfloat16_as_ushort(value)) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t address, int value) {
-  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-// red.shared.add of 1
-__device__ __forceinline__ void increment(uint32_t address) {
-  asm volatile("red.shared::cta.add.u32 [%0], 1;" ::"r"(address) : "memory");
-}
-
-// set.gt: 1 or 0
-__device__ __forceinline__ float one_if_greater(float a, float b) {
-  float r;
-  asm("set.gt.f32.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-
-// shfl.up: the sum of `x` over this lane and those before it
-__device__ __forceinline__ unsigned sum_to_lane(unsigned x) {
-#pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    asm volatile(
-        "{\n"
-        ".reg .u32 other;\n"
-        ".reg .pred exists;\n"
-        "shfl.sync.up.b32 other|exists, %0, %1, 0, 0xffffffff;\n"
-        "@exists add.u32 %0, %0, other;\n"
-        "}\n"
-        : "+r"(x)
-        : "r"(lanes));
-  }
-  return x;
-}
-
 // An order of unsigned integers; -0 is +0. What cannot be selected, NaN and -inf, has key 0.
 __device__ __forceinline__ unsigned key_of(float value) {
   const unsigned bits = __float_as_uint(value + 0.f);
@@ -124,9 +79,7 @@ __device__ __forceinline__ unsigned key_of(float value) {
 inline constexpr unsigned kZeroKey = 0x80000000u;
 
 __device__ __forceinline__ float value_of(unsigned key) {  // key ^ (~sign | 0x80000000)
-  unsigned bits;
-  asm("lop3.b32 %0, %1, %2, 0x80000000, 0x4b;" : "=r"(bits) : "r"(key), "r"(static_cast<int>(key) >> 31));
-  return __uint_as_float(bits);
+  return __uint_as_float(sm90::xor_not_or_sign(key, static_cast<unsigned>(static_cast<int>(key) >> 31)));
 }
 // The value above which keys are above `key`. The one below zero's is nobody's.
 __device__ __forceinline__ float bar_of(unsigned key) {
@@ -137,11 +90,10 @@ struct Piece {
   float values[kPiece];
 };
 
-// Gives a register that may be left without a value one that costs nothing. Else it is live from the start.
-__device__ __forceinline__ void leave_undefined(unsigned& x) { asm volatile("" : "=r"(x)); }
+using sm90::leave_undefined;
 __device__ __forceinline__ void leave_undefined(Piece& x) {
 #pragma unroll
-  for (float& value : x.values) asm volatile("" : "=f"(value));
+  for (float& value : x.values) leave_undefined(value);
 }
 
 __device__ __forceinline__ Piece load_piece(const float* columns) {

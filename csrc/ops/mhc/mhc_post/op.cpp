@@ -1,6 +1,4 @@
 // dsa::mhc_post_fwd and dsa::mhc_post_bwd on CUDA: argument checks, allocation, launch. docs/mhc.md has the maths.
-#include <torch/csrc/stable/ops.h>
-
 #include <cstdint>
 #include <tuple>
 

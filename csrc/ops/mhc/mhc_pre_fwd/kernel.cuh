@@ -17,6 +17,7 @@
 #include "sm90/cluster.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
+#include "sm90/memory.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warp_mma.cuh"
 #include "sm90/warpgroup.cuh"
@@ -80,13 +81,6 @@ template <class S>
 struct Weights {
   uint32_t high[S::kGroups][2], low[S::kGroups][2];
 };
-
-// ld.global with 256 bytes around it in L2, where other warps will find what they need
-__device__ __forceinline__ float2 load_with_neighbours(const float* g) {
-  float2 r;
-  asm volatile("ld.global.nc.L2::256B.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "l"(g));
-  return r;
-}
 
 // Which column of a product is with row `row` of phi.
 __device__ __forceinline__ constexpr int column_of_row(int row) { return row / 8 * 8 + row % 4 * 2 + row / 4 % 2; }
@@ -308,7 +302,7 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage<S, kChunks>& shared
     auto& products = shared.products[i % 2];
     multiply_tile<S, kChunks>(shared.x[ring.slot], shared.full[ring.slot], ring.parity, weights, work.chunks,
                               products[warp], warp, lane);
-    asm volatile("bar.sync %0, %1;" ::"n"(kMultiplyBarrier), "n"(kMultiplyThreads) : "memory");
+    sm90::sync_threads<kMultiplyBarrier, kMultiplyThreads>();
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int t = warp + i * kMultiplyWarps;

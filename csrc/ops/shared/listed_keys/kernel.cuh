@@ -44,9 +44,7 @@ struct Indexer {
   __device__ __forceinline__ explicit Indexer(const Params&) {}
   static __device__ __forceinline__ float of_head(float weight) { return weight; }
   __device__ __forceinline__ float add(float sum, float score, float weight) const {
-    float rectified;  // NaN stays NaN
-    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(rectified) : "f"(score));
-    return fmaf(rectified, weight, sum);
+    return fmaf(relu(score), weight, sum);
   }
 };
 

@@ -1,6 +1,4 @@
 // dsa::attn_dist on CUDA: argument checks, allocation, launch. docs/attn_dist.md has the maths.
-#include <torch/csrc/stable/ops.h>
-
 #include <cstdint>
 #include <optional>
 
@@ -36,7 +34,7 @@ Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<
                                        ScalarType::Float, device_index)
                                : empty({batch, seq_q, groups, topk}, ScalarType::Float, device_index);
   if (dist.numel() == 0) return dist;
-  if (heads == 0) return torch::stable::zero_(dist);
+  if (heads == 0) return zero_(dist);
   const listed_keys::Params params{
       problem_of(q, kv, indices, options, device, device_index),
       static_cast<const float*>(lse.data_ptr()),

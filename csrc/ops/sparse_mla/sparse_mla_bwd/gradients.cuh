@@ -5,6 +5,7 @@
 
 #include "key_gradients.cuh"
 #include "sm90/matrix_copy.cuh"
+#include "sm90/registers.cuh"
 #include "sm90/tma.cuh"
 
 namespace dsa::sparse_mla_bwd {

@@ -4,6 +4,7 @@
 #include "key_gradients.cuh"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
+#include "sm90/registers.cuh"
 
 namespace dsa::sparse_mla_bwd {
 
