@@ -90,6 +90,37 @@ Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
   return Tensor(handle);
 }
 
+struct Device {
+  int capability;  // 90 for sm_90
+  int num_sms;
+};
+
+// Read once for each device and kept for the life of the process.
+Device device_info(int index) {
+  constexpr int kMaxDevices = 64;
+  static std::array<std::atomic<int64_t>, kMaxDevices> cache{};  // capability << 32 | SM count; 0 = not read yet
+  DSA_CHECK(index >= 0 && index < kMaxDevices, "dsa: expected a CUDA device index below ", kMaxDevices, ", got ",
+            index);
+  int64_t packed = cache[index].load(std::memory_order_relaxed);
+  if (packed == 0) {
+    int major = 0, minor = 0, num_sms = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, index);
+    DSA_CHECK(error == cudaSuccess, "dsa: cannot read the properties of cuda:", index, ": ", cudaGetErrorString(error));
+    packed = static_cast<int64_t>(major * 10 + minor) << 32 | num_sms;
+    cache[index].store(packed, std::memory_order_relaxed);
+  }
+  return {static_cast<int>(packed >> 32), static_cast<int>(packed & INT32_MAX)};
+}
+
+int hopper_sms(const char* op, const char* name, const Tensor& tensor) {
+  DSA_CHECK(tensor.is_cuda(), op, ": ", name, " must be on a CUDA device, got ", describe_device(tensor));
+  const auto [capability, num_sms] = device_info(tensor.get_device_index());
+  DSA_CHECK(capability == 90, op, ": needs a Hopper GPU (sm_90), got sm_", capability, " on ", describe_device(tensor));
+  return num_sms;
+}
+
 }  // namespace
 
 std::string describe(const Tensor& tensor) {
@@ -152,30 +183,25 @@ void check_same_device(const char* op, const char* name, const Tensor& tensor, c
             describe_device(tensor));
 }
 
-Device device_info(int index) {
-  constexpr int kMaxDevices = 64;
-  static std::array<std::atomic<int64_t>, kMaxDevices> cache{};  // capability << 32 | SM count; 0 = not read yet
-  DSA_CHECK(index >= 0 && index < kMaxDevices, "dsa: expected a CUDA device index below ", kMaxDevices, ", got ",
-            index);
-  int64_t packed = cache[index].load(std::memory_order_relaxed);
-  if (packed == 0) {
-    int major = 0, minor = 0, num_sms = 0;
-    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, index);
-    DSA_CHECK(error == cudaSuccess, "dsa: cannot read the properties of cuda:", index, ": ", cudaGetErrorString(error));
-    packed = static_cast<int64_t>(major * 10 + minor) << 32 | num_sms;
-    cache[index].store(packed, std::memory_order_relaxed);
+DeviceCall::DeviceCall(const char* op, const char* name, const Tensor& tensor)
+    : op(op), index(tensor.get_device_index()), num_sms(hopper_sms(op, name, tensor)), guard_(index) {}
+
+void* DeviceCall::stream() const {
+  DSA_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "dsa: this build of torch has no CUDA streams");
+  // The driver's entry points want a context, which the runtime gives a thread only when that first calls it.
+  static thread_local int bound_device = -1;
+  if (bound_device != index) {
+    const cudaError_t error = cudaSetDevice(index);
+    DSA_CHECK(error == cudaSuccess, "dsa: cannot use cuda:", index, ": ", cudaGetErrorString(error));
+    bound_device = index;
   }
-  return {static_cast<int>(packed >> 32), static_cast<int>(packed & INT32_MAX)};
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+  return stream;
 }
 
-Device hopper_device(const char* op, const char* name, const Tensor& tensor) {
-  DSA_CHECK(tensor.is_cuda(), op, ": ", name, " must be on a CUDA device, got ", describe_device(tensor));
-  const Device device = device_info(tensor.get_device_index());
-  DSA_CHECK(device.capability == 90, op, ": needs a Hopper GPU (sm_90), got sm_", device.capability, " on ",
-            describe_device(tensor));
-  return device;
+void DeviceCall::check(const char* launch_error) const {
+  DSA_CHECK(launch_error == nullptr, op, ": launch failed: ", launch_error);
 }
 
 Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_index) {
@@ -212,20 +238,6 @@ Tensor empty_float_rows(int64_t rows, int64_t columns, int device_index) {
 Tensor aligned_contiguous(const Tensor& tensor) {
   const Tensor dense = torch::stable::contiguous(tensor);
   return reinterpret_cast<uintptr_t>(dense.data_ptr()) % kRowAlignment == 0 ? dense : torch::stable::clone(dense);
-}
-
-void* current_stream(int device_index) {
-  DSA_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "dsa: this build of torch has no CUDA streams");
-  // The driver's entry points want a context, which the runtime gives a thread only when that first calls it.
-  static thread_local int bound_device = -1;
-  if (bound_device != device_index) {
-    const cudaError_t error = cudaSetDevice(device_index);
-    DSA_CHECK(error == cudaSuccess, "dsa: cannot use cuda:", device_index, ": ", cudaGetErrorString(error));
-    bound_device = device_index;
-  }
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
-  return stream;
 }
 
 }  // namespace dsa

@@ -85,16 +85,23 @@ void check_last_stride(const char* op, const char* name, const Tensor& tensor);
 void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* other_name,
                        const Tensor& other);
 
-// What the launchers need to know of the device; read once a device and kept for the life of the
-// process.
-struct Device {
-  int capability;  // 90 for sm_90
-  int num_sms;
-};
-Device device_info(int index);
+// One call of an operator: its device, which is current until the call ends, and its kernels' stream.
+class DeviceCall {
+ public:
+  // On the device of the argument `name`, which must be a Hopper GPU.
+  DeviceCall(const char* op, const char* name, const Tensor& tensor);
 
-// The device that `tensor` is on, which must be a Hopper GPU.
-Device hopper_device(const char* op, const char* name, const Tensor& tensor);
+  // The current stream of torch on the device, a cudaStream_t.
+  void* stream() const;
+  // Fails if a launch returned a text, which says what failed.
+  void check(const char* launch_error) const;
+
+  const char* const op;
+  const int index, num_sms;  // of the device
+
+ private:
+  DeviceGuard guard_;
+};
 
 // Uninitialised and contiguous.
 Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device_index);
@@ -109,8 +116,5 @@ Tensor empty_float_rows(int64_t rows, int64_t columns, int device_index);
 
 // `tensor` itself where it is contiguous and starts 16-byte aligned, else a copy that is.
 Tensor aligned_contiguous(const Tensor& tensor);
-
-// The current stream of torch on this device, a cudaStream_t.
-void* current_stream(int device_index);
 
 }  // namespace dsa

@@ -49,7 +49,7 @@ Heads heads_of(const Tensor& tensor) {
 }
 
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> sm_scale,
-                   const Device& device, int device_index) {
+                   const DeviceCall& call) {
   const int64_t columns = q.size(3);
   const double scale = sm_scale ? *sm_scale : 1.0 / std::sqrt(static_cast<double>(columns));
   constexpr double kLog2E = 1.4426950408889634;
@@ -65,16 +65,16 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, std::optio
       .columns = static_cast<int>(columns),
       .q_blocks = static_cast<int>(blocks(q.size(2))),
       .kv_blocks = static_cast<int>(blocks(k.size(2))),
-      .device = device_index,
-      .num_sms = device.num_sms,
+      .device = call.index,
+      .num_sms = call.num_sms,
       .sm_scale = static_cast<float>(scale),
       .scale_log2 = std::max(static_cast<float>(std::abs(scale) * kLog2E), std::numeric_limits<float>::denorm_min()),
   };
 }
 
-Problem problem_of(const Inputs& inputs, const Device& device, int device_index) {
+Problem problem_of(const Inputs& inputs, const DeviceCall& call) {
   const auto& [q, k, v, q2k_index, q2k_num, kv_block_size, sm_scale] = inputs;
-  Problem problem = problem_of(q, k, v, sm_scale, device, device_index);
+  Problem problem = problem_of(q, k, v, sm_scale, call);
   problem.index = static_cast<const int*>(q2k_index.data_ptr());
   problem.num = static_cast<const int*>(q2k_num.data_ptr());
   problem.index_stride_b = q2k_index.stride(0);

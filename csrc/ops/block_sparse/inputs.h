@@ -22,8 +22,8 @@ void check_inputs(const char* op, const Inputs& inputs);
 Heads heads_of(const Tensor& tensor);
 // Without lists.
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> sm_scale,
-                   const Device& device, int device_index);
-Problem problem_of(const Inputs& inputs, const Device& device, int device_index);
+                   const DeviceCall& call);
+Problem problem_of(const Inputs& inputs, const DeviceCall& call);
 
 // A gradient, which comes in any layout, often expanded from one element: itself where its rows can be copied as those
 // of the arguments are, else a copy.

@@ -65,7 +65,7 @@ void check_listed(const char* op, const Tensor& q, const Tensor& k, const Tensor
 }
 
 indexer_logits::Params params_of(const Scoring& scoring, int64_t first, int64_t count, const Tensor& logits,
-                                 const Device& device, int device_index) {
+                                 const DeviceCall& call) {
   const auto& [q, k, weights, ks, ke, k_scale] = scoring;
   const auto at = [&](const Tensor& tensor) {
     return static_cast<const char*>(tensor.data_ptr()) +
@@ -92,8 +92,8 @@ indexer_logits::Params params_of(const Scoring& scoring, int64_t first, int64_t 
       .dim = static_cast<int>(q.size(2)),
       .clean = true,
       .is_bf16 = q.scalar_type() == ScalarType::BFloat16,
-      .device = device_index,
-      .num_sms = device.num_sms,
+      .device = call.index,
+      .num_sms = call.num_sms,
   };
 }
 

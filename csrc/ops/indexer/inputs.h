@@ -24,6 +24,6 @@ void check_listed(const char* op, const Tensor& q, const Tensor& k, const Tensor
 
 // What the kernel is told of queries [first, first + count), whose logits are rows of `logits`.
 indexer_logits::Params params_of(const Scoring& scoring, int64_t first, int64_t count, const Tensor& logits,
-                                 const Device& device, int device_index);
+                                 const DeviceCall& call);
 
 }  // namespace dsa::indexer

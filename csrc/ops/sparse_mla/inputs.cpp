@@ -51,7 +51,7 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
 }
 
 Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, const Options& options,
-                   const Device& device, int device_index) {
+                   const DeviceCall& call) {
   const auto& [sm_scale, d_v, causal, q_start, positions_per_key, topk_length, attn_sink] = options;
   const int64_t *q_sizes = q.sizes().data(), *q_strides = q.strides().data();
   const int64_t *kv_sizes = kv.sizes().data(), *kv_strides = kv.strides().data();
@@ -80,8 +80,8 @@ Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, con
       .groups = static_cast<int>(kv_sizes[2]),
       .topk = static_cast<int>(indices.size(3)),
       .d_qk = static_cast<int>(d_qk),
-      .device = device_index,
-      .num_sms = device.num_sms,
+      .device = call.index,
+      .num_sms = call.num_sms,
       .causal = causal,
       .q_start = q_start,
       .positions_per_key = positions_per_key,

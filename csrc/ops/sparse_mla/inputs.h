@@ -20,8 +20,8 @@ struct Options {
 // Everything that needs no device, so that it is tested without one. `op` is the qualified name.
 void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tensor& indices, const Options& options);
 
-// What the kernels are told of them. `device_index` is that of `device`, which q is on.
+// What the kernels are told of them. `call.index` is that of `device`, which q is on.
 Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, const Options& options,
-                   const Device& device, int device_index);
+                   const DeviceCall& call);
 
 }  // namespace dsa::sparse_mla

@@ -26,16 +26,14 @@ std::tuple<Tensor, Tensor> block_select(Tensor scores, std::optional<int64_t> to
   check_last_stride(kOp, "scores", scores);
   const int64_t rows = batch * heads * q_blocks;
   DSA_CHECK(rows <= INT32_MAX, kOp, ": scores must have fewer than 2^31 rows, got ", describe(scores));
-  hopper_device(kOp, "scores", scores);
-  const int device_index = scores.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "scores", scores);
 
   // What can be kept at most, of any weights.
   const auto share = static_cast<int64_t>(std::ceil(max_ratio * static_cast<double>(blocks)));
   const int64_t most = topk ? *topk : std::max(min_blocks, share);
   const int64_t slots = std::max<int64_t>(1, std::min(blocks, most));
-  Tensor index = empty({batch, heads, q_blocks, slots}, ScalarType::Int, device_index);
-  Tensor num = empty({batch, heads, q_blocks}, ScalarType::Int, device_index);
+  Tensor index = empty({batch, heads, q_blocks, slots}, ScalarType::Int, call.index);
+  Tensor num = empty({batch, heads, q_blocks}, ScalarType::Int, call.index);
   const Params params{
       .scores = scores.data_ptr(),
       .index = static_cast<int*>(index.data_ptr()),
@@ -53,11 +51,10 @@ std::tuple<Tensor, Tensor> block_select(Tensor scores, std::optional<int64_t> to
       .slots = static_cast<int>(slots),
       .topk = topk ? static_cast<int>(std::min<int64_t>(*topk, kMaxBlocks)) : 0,
       .min_blocks = static_cast<int>(std::min(min_blocks, blocks)),
-      .device = device_index,
+      .device = call.index,
       .is_bf16 = scores.scalar_type() == ScalarType::BFloat16,
   };
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {index, num};
 }
 

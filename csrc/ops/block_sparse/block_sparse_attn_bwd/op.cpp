@@ -29,13 +29,11 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attn_bwd(Tensor dout, Tensor q, 
   check_same_device(kOp, "out", out, "q", q);
   check_same_device(kOp, "lse", lse, "q", q);
   if (dlse) check_same_device(kOp, "dlse", *dlse, "q", q);
-  const Device device = hopper_device(kOp, "q", q);
-  const int device_index = q.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "q", q);
 
-  Tensor dq = empty_rows_like(q, device_index);
-  Tensor dk = empty_rows_like(k, device_index);
-  Tensor dv = empty_rows_like(v, device_index);
+  Tensor dq = empty_rows_like(q, call.index);
+  Tensor dk = empty_rows_like(k, call.index);
+  Tensor dv = empty_rows_like(v, call.index);
   if (q.numel() == 0 || k.numel() == 0) {
     return {zero_(dq), zero_(dk), zero_(dv)};
   }
@@ -44,12 +42,12 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attn_bwd(Tensor dout, Tensor q, 
   lse = aligned_contiguous(lse);
   if (dlse) dlse = aligned_contiguous(*dlse);
 
-  Params params{problem_of(inputs, device, device_index)};
+  Params params{problem_of(inputs, call)};
   const int64_t lists = q.size(0) * q.size(1);
-  Tensor rows = empty({lists, params.q_blocks, 2, kBlock}, ScalarType::Float, device_index);
-  Tensor offsets = empty({lists, params.kv_blocks + 1}, ScalarType::Int, device_index);
-  Tensor listing = empty({lists, params.q_blocks, params.slots}, ScalarType::Int, device_index);
-  Tensor taken = empty({2}, ScalarType::Int, device_index);
+  Tensor rows = empty({lists, params.q_blocks, 2, kBlock}, ScalarType::Float, call.index);
+  Tensor offsets = empty({lists, params.kv_blocks + 1}, ScalarType::Int, call.index);
+  Tensor listing = empty({lists, params.q_blocks, params.slots}, ScalarType::Int, call.index);
+  Tensor taken = empty({2}, ScalarType::Int, call.index);
   params.dout = heads_of(dout);
   params.out = heads_of(out);
   params.dq = heads_of(dq);
@@ -61,8 +59,7 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attn_bwd(Tensor dout, Tensor q, 
   params.offsets = static_cast<int*>(offsets.data_ptr());
   params.listing = static_cast<int*>(listing.data_ptr());
   params.taken = static_cast<int*>(taken.data_ptr());
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {dq, dk, dv};
 }
 

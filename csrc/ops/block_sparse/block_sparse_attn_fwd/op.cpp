@@ -19,30 +19,27 @@ std::tuple<Tensor, Tensor> block_sparse_attn_fwd(Tensor q, Tensor k, Tensor v, T
                                                  std::optional<Tensor> kv_block_size, std::optional<double> sm_scale) {
   const Inputs inputs{q, k, v, q2k_index, q2k_num, kv_block_size, sm_scale};
   check_inputs(kOp, inputs);
-  const Device device = hopper_device(kOp, "q", q);
-  const int device_index = q.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "q", q);
 
-  Tensor out = empty_rows_like(q, device_index);
-  Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, ScalarType::Float, device_index);
+  Tensor out = empty_rows_like(q, call.index);
+  Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, ScalarType::Float, call.index);
   if (lse.numel() == 0) return {out, lse};
   if (k.size(2) == 0) return {zero_(out), fill_(lse, -INFINITY)};
 
-  Params params{problem_of(inputs, device, device_index)};
+  Params params{problem_of(inputs, call)};
   const int items = params.batch * params.heads * params.q_blocks;
-  params.plan = plan_work(items, params.slots, device.num_sms);
+  params.plan = plan_work(items, params.slots, call.num_sms);
   std::optional<Tensor> partial_out, partial_lse;
   if (has_parts(params.plan)) {
     const int64_t slots = int64_t{2} * params.plan.teams;
-    partial_out = empty({slots, kBlock, params.columns}, ScalarType::Float, device_index);
-    partial_lse = empty({slots, kBlock}, ScalarType::Float, device_index);
+    partial_out = empty({slots, kBlock, params.columns}, ScalarType::Float, call.index);
+    partial_lse = empty({slots, kBlock}, ScalarType::Float, call.index);
     params.partial_out = static_cast<float*>(partial_out->data_ptr());
     params.partial_lse = static_cast<float*>(partial_lse->data_ptr());
   }
   params.out = heads_of(out);
   params.lse = static_cast<float*>(lse.data_ptr());
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {out, lse};
 }
 

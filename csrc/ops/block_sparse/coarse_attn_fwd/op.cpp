@@ -17,24 +17,21 @@ constexpr char kOp[] = "dsa::coarse_attn_fwd";
 
 std::tuple<Tensor, Tensor, Tensor> coarse_attn_fwd(Tensor q, Tensor k, Tensor v, std::optional<double> sm_scale) {
   check_heads(kOp, q, k, v, sm_scale);
-  const Device device = hopper_device(kOp, "q", q);
-  const int device_index = q.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "q", q);
 
-  Params params{problem_of(q, k, v, sm_scale, device, device_index)};
-  Tensor out = empty_rows_like(q, device_index);
-  Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, ScalarType::Float, device_index);
-  Tensor scores = empty({q.size(0), q.size(1), params.q_blocks, k.size(2)}, ScalarType::Float, device_index);
+  Params params{problem_of(q, k, v, sm_scale, call)};
+  Tensor out = empty_rows_like(q, call.index);
+  Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, ScalarType::Float, call.index);
+  Tensor scores = empty({q.size(0), q.size(1), params.q_blocks, k.size(2)}, ScalarType::Float, call.index);
   if (lse.numel() == 0) return {out, lse, scores};
   if (k.size(2) == 0) return {zero_(out), fill_(lse, -INFINITY), scores};
 
   params.out = heads_of(out);
   params.lse = static_cast<float*>(lse.data_ptr());
   params.scores = static_cast<float*>(scores.data_ptr());
-  const bool fits_at_once = int64_t{params.batch} * params.heads * params.q_blocks <= device.num_sms;
+  const bool fits_at_once = int64_t{params.batch} * params.heads * params.q_blocks <= call.num_sms;
   params.triples = fits_at_once ? 0 : params.q_blocks / kGroups;
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {out, lse, scores};
 }
 

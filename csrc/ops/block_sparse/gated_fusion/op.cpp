@@ -53,13 +53,11 @@ Inputs inputs_of(const Tensor& fine, const Tensor& coarse, const Tensor& gate) {
 
 Tensor gated_fusion_fwd(Tensor fine, Tensor coarse, Tensor gate) {
   check_inputs(kForward, fine, coarse, gate);
-  hopper_device(kForward, "fine", fine);
-  const DeviceGuard guard(fine.get_device_index());
+  const DeviceCall call(kForward, "fine", fine);
 
-  Tensor out = empty_rows_like(fine, fine.get_device_index());
+  Tensor out = empty_rows_like(fine, call.index);
   const Forward params{inputs_of(fine, coarse, gate), rows_of(out, heads_are_inner(fine))};
-  const char* error = launch(params, current_stream(params.in.device));
-  DSA_CHECK(error == nullptr, kForward, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return out;
 }
 
@@ -68,12 +66,11 @@ std::tuple<Tensor, Tensor, Tensor> gated_fusion_bwd(Tensor dout, Tensor fine, Te
   check_tensor(kBackward, "dout", dout, ScalarType::BFloat16,
                {{"B", fine.size(0)}, {"H", fine.size(1)}, {"N", fine.size(2)}, {"D", fine.size(3)}});
   check_same_device(kBackward, "dout", dout, "fine", fine);
-  hopper_device(kBackward, "fine", fine);
-  const DeviceGuard guard(fine.get_device_index());
+  const DeviceCall call(kBackward, "fine", fine);
 
-  Tensor dfine = empty_rows_like(fine, fine.get_device_index());
-  Tensor dcoarse = empty_rows_like(coarse, fine.get_device_index());
-  Tensor dgate = empty_like(gate, fine.get_device_index());
+  Tensor dfine = empty_rows_like(fine, call.index);
+  Tensor dcoarse = empty_rows_like(coarse, call.index);
+  Tensor dgate = empty_like(gate, call.index);
   dout = block_sparse::with_aligned_rows(dout);
   const bool swap = heads_are_inner(fine);
   const Backward params{
@@ -83,8 +80,7 @@ std::tuple<Tensor, Tensor, Tensor> gated_fusion_bwd(Tensor dout, Tensor fine, Te
       .dcoarse = rows_of(dcoarse, swap),
       .dgate = rows_of(dgate, swap),
   };
-  const char* error = launch(params, current_stream(params.in.device));
-  DSA_CHECK(error == nullptr, kBackward, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {dfine, dcoarse, dgate};
 }
 

@@ -37,16 +37,14 @@ Tensor as_rows(const Tensor& x, int64_t rows) {
 
 std::tuple<Tensor, Tensor> act_quant(Tensor x, int64_t block, bool round_scale) {
   check_inputs(x, block);
-  hopper_device(kOp, "x", x);
-  const int device_index = x.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "x", x);
 
   const int64_t columns = x.size(x.dim() - 1), blocks = columns / kBlock;
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   int64_t count = 1;
   for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) count *= sizes[dim];
-  Tensor y = empty({count, columns}, ScalarType::Float8_e4m3fn, device_index);
-  Tensor scales = empty({blocks, count}, ScalarType::Float, device_index);
+  Tensor y = empty({count, columns}, ScalarType::Float8_e4m3fn, call.index);
+  Tensor scales = empty({blocks, count}, ScalarType::Float, call.index);
   if (y.numel() > 0) {
     const Tensor rows = as_rows(x, count);
     const Params params{
@@ -56,12 +54,11 @@ std::tuple<Tensor, Tensor> act_quant(Tensor x, int64_t block, bool round_scale) 
         .row_stride = rows.stride(0),
         .rows = count,
         .columns = columns,
-        .device = device_index,
+        .device = call.index,
         .is_bf16 = x.scalar_type() == ScalarType::BFloat16,
         .round_scale = round_scale,
     };
-    const char* error = launch(params, current_stream(device_index));
-    DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+    call.check(launch(params, call.stream()));
   }
   y = view(y, sizes);
   sizes.pop_back();

@@ -43,12 +43,10 @@ Tensor multiply_many_rows(const Tensor& a, const Tensor& a_s, const Tensor& b, c
 
 Tensor fp8_gemm(Tensor a, Tensor a_s, Tensor b, Tensor b_s) {
   check_inputs(a, a_s, b, b_s);
-  const Device device = hopper_device(kOp, "a", a);
-  const int device_index = a.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "a", a);
 
   const int64_t rows = a.size(0), width = b.size(0);
-  Tensor out = empty({rows, width}, ScalarType::BFloat16, device_index);
+  Tensor out = empty({rows, width}, ScalarType::BFloat16, call.index);
   if (out.numel() == 0) return out;
   if (a.size(1) == 0) return zero_(out);
   if (rows > kMaxRows && width % kWidthOfLibrary == 0) return multiply_many_rows(a, a_s, b, b_s);
@@ -66,13 +64,12 @@ Tensor fp8_gemm(Tensor a, Tensor a_s, Tensor b, Tensor b_s) {
       .b_scales_stride_block = b_s.stride(1),
       .width = static_cast<int>(width),
       .columns = static_cast<int>(a.size(1)),
-      .device = device_index,
-      .num_sms = device.num_sms,
+      .device = call.index,
+      .num_sms = call.num_sms,
   };
   for (int64_t first = 0; first < rows; first += kMaxRows) {
     params.rows = static_cast<int>(std::min<int64_t>(kMaxRows, rows - first));
-    const char* error = launch(params, current_stream(device_index));
-    DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+    call.check(launch(params, call.stream()));
     params.a += kMaxRows * params.a_stride, params.a_scales += kMaxRows * params.a_scales_stride_row;
     params.out += kMaxRows * width * 2;
   }

@@ -22,7 +22,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
 // All but what says which keys a query sees.
 Params params_of(const Tensor& gradients, const Tensor& q, const Tensor& k, const Tensor& weights,
-                 const Device& device) {
+                 const DeviceCall& call) {
   Params p{};
   p.q = q.data_ptr();
   p.k = k.data_ptr();
@@ -39,14 +39,14 @@ Params params_of(const Tensor& gradients, const Tensor& q, const Tensor& k, cons
   p.heads = static_cast<int>(q.size(1));
   p.dim = static_cast<int>(q.size(2));
   p.slots = static_cast<int>(gradients.size(1));
-  p.device = q.get_device_index();
-  p.num_sms = device.num_sms;
+  p.device = call.index;
+  p.num_sms = call.num_sms;
   return p;
 }
 
 // `entries` is how many a group has at most.
-Gradients gradients_of(const char* op, Params& p, int64_t entries, bool deterministic) {
-  DSA_CHECK(entries < int64_t{1} << 30, op, ": a group of ", queries_of_group(p.heads),
+Gradients gradients_of(const DeviceCall& call, Params& p, int64_t entries, bool deterministic) {
+  DSA_CHECK(entries < int64_t{1} << 30, call.op, ": a group of ", queries_of_group(p.heads),
             " queries must list less than 2^30 keys, got ", entries);
   const int64_t group_queries = queries_of_group(p.heads), groups = (p.seq + group_queries - 1) / group_queries;
   const int64_t capacity = (entries + kTileKeys - 1) / kTileKeys * kTileKeys;
@@ -76,8 +76,7 @@ Gradients gradients_of(const char* op, Params& p, int64_t entries, bool determin
   const auto dk = key_sums::allocate(p.dk, {p.seq_kv, p.dim}, !deterministic || at_once < groups, slots, slots);
   p.spread = int64_t{p.seq_kv} * p.dim * int64_t{sizeof(float)} <= kKeepInStep;
 
-  const char* error = launch(p, current_stream(p.device));
-  DSA_CHECK(error == nullptr, op, ": launch failed: ", error);
+  call.check(launch(p, call.stream()));
   return {dq, dk.front(), dweights};
 }
 
@@ -91,13 +90,12 @@ Gradients indexer_scores_bwd(Tensor dscores, Tensor q, Tensor k, Tensor weights,
   indexer::check_listed(kOp, q, k, weights, indices);
   check_tensor(kOp, "dscores", dscores, ScalarType::Float, {{"S", q.size(0)}, {"K", indices.size(1)}});
   check_same_device(kOp, "dscores", dscores, "q", q);
-  const Device device = hopper_device(kOp, "q", q);
-  const DeviceGuard guard(q.get_device_index());
+  const DeviceCall call(kOp, "q", q);
   dscores = with_dense_rows(dscores);
-  Params params = params_of(dscores, q, k, weights, device);
+  Params params = params_of(dscores, q, k, weights, call);
   params.indices = static_cast<const int*>(indices.data_ptr());
   params.indices_stride = indices.stride(0);
-  return gradients_of(kOp, params, queries_of_group(params.heads) * indices.size(1), deterministic);
+  return gradients_of(call, params, queries_of_group(params.heads) * indices.size(1), deterministic);
 }
 
 Gradients indexer_logits_bwd(Tensor dlogits, Tensor q, Tensor k, Tensor weights, Tensor ks, Tensor ke,
@@ -111,15 +109,14 @@ Gradients indexer_logits_bwd(Tensor dlogits, Tensor q, Tensor k, Tensor weights,
   check_same_device(kOp, "ends", ke, "q", q);
   check_tensor(kOp, "dlogits", dlogits, ScalarType::Float, {{"S", seq}, {"S_kv", k.size(0)}});
   check_same_device(kOp, "dlogits", dlogits, "q", q);
-  const Device device = hopper_device(kOp, "q", q);
-  const DeviceGuard guard(q.get_device_index());
+  const DeviceCall call(kOp, "q", q);
   dlogits = with_dense_rows(dlogits);
-  Params params = params_of(dlogits, q, k, weights, device);
+  Params params = params_of(dlogits, q, k, weights, call);
   params.ks = static_cast<const int*>(ks.data_ptr());
   params.ke = static_cast<const int*>(ke.data_ptr());
   params.ks_stride = ks.stride(0);
   params.ke_stride = ke.stride(0);
-  return gradients_of(kOp, params, k.size(0), deterministic);
+  return gradients_of(call, params, k.size(0), deterministic);
 }
 
 }  // namespace

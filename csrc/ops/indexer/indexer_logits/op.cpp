@@ -12,17 +12,14 @@ Tensor indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor starts, Tensor 
                       bool clean) {
   indexer::Scoring scoring{q, k, weights, starts, ends, k_scale};
   indexer::check_inputs(kOp, scoring);
-  const Device device = hopper_device(kOp, "q", q);
-  const int device_index = q.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "q", q);
 
   const int64_t seq = q.size(0), seq_kv = k.size(0);
-  Tensor logits = empty_float_rows(seq, seq_kv, device_index);
+  Tensor logits = empty_float_rows(seq, seq_kv, call.index);
   if (seq * seq_kv == 0) return logits;
-  Params params = indexer::params_of(scoring, 0, seq, logits, device, device_index);
+  Params params = indexer::params_of(scoring, 0, seq, logits, call);
   params.clean = clean;
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return logits;
 }
 

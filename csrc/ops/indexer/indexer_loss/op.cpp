@@ -24,12 +24,10 @@ std::tuple<Tensor, Tensor> indexer_loss(Tensor scores, Tensor p, std::optional<T
   check_same_device(kOp, "p", p, "scores", scores);
   if (valid) check_same_device(kOp, "valid", *valid, "scores", scores);
   if (row_weights) check_same_device(kOp, "row_weights", *row_weights, "scores", scores);
-  hopper_device(kOp, "scores", scores);
-  const int device_index = scores.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "scores", scores);
 
-  Tensor loss = empty({rows}, ScalarType::Float, device_index);
-  Tensor dscores = empty({rows, slots}, ScalarType::Float, device_index);
+  Tensor loss = empty({rows}, ScalarType::Float, call.index);
+  Tensor dscores = empty({rows, slots}, ScalarType::Float, call.index);
   const Params params{
       .scores = static_cast<const float*>(scores.data_ptr()),
       .p = static_cast<const float*>(p.data_ptr()),
@@ -43,10 +41,9 @@ std::tuple<Tensor, Tensor> indexer_loss(Tensor scores, Tensor p, std::optional<T
       .row_weights_stride = row_weights ? row_weights->stride(0) : 0,
       .rows = static_cast<int>(rows),
       .slots = static_cast<int>(slots),
-      .device = device_index,
+      .device = call.index,
   };
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {loss, dscores};
 }
 

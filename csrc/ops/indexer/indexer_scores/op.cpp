@@ -13,12 +13,10 @@ constexpr char kOp[] = "dsa::indexer_scores";
 Tensor indexer_scores(Tensor q, Tensor k, Tensor weights, Tensor indices) {
   indexer::check_listed(kOp, q, k, weights, indices);
   const int64_t seq = q.size(0), heads = q.size(1), dim = q.size(2);
-  const Device device = hopper_device(kOp, "q", q);
-  const int device_index = q.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "q", q);
 
   const int64_t topk = indices.size(1);
-  Tensor scores = empty({seq, topk}, ScalarType::Float, device_index);
+  Tensor scores = empty({seq, topk}, ScalarType::Float, call.index);
   if (scores.numel() == 0) return scores;
   const auto row_stride = [](const Tensor& tensor, int64_t dense) {
     return tensor.size(0) > 1 ? tensor.stride(0) : dense;  // of a single row it may be anything
@@ -37,15 +35,14 @@ Tensor indexer_scores(Tensor q, Tensor k, Tensor weights, Tensor indices) {
   params.heads = static_cast<int>(heads);
   params.topk = static_cast<int>(topk);
   params.d_qk = static_cast<int>(dim);
-  params.device = device_index;
-  params.num_sms = device.num_sms;
+  params.device = call.index;
+  params.num_sms = call.num_sms;
   params.causal = false;
   params.of_heads = static_cast<const float*>(weights.data_ptr());
   params.of_heads_stride_s = weights.stride(0);
   params.of_heads_stride_h = weights.stride(1);
   params.sums = static_cast<float*>(scores.data_ptr());
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return scores;
 }
 

@@ -19,19 +19,16 @@ std::tuple<Tensor, Tensor> indexer_topk(Tensor q, Tensor k, Tensor weights, Tens
   indexer::Scoring scoring{q, k, weights, starts, ends, k_scale};
   indexer::check_inputs(kOp, scoring);
   topk_select::check_topk(kOp, topk);
-  const Device device = hopper_device(kOp, "q", q);
-  const int device_index = q.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "q", q);
 
   const int64_t seq = q.size(0), seq_kv = k.size(0);
-  Tensor indices = empty({seq, topk}, ScalarType::Int, device_index);
-  Tensor values = empty({seq, topk}, ScalarType::Float, device_index);
+  Tensor indices = empty({seq, topk}, ScalarType::Int, call.index);
+  Tensor values = empty({seq, topk}, ScalarType::Float, call.index);
   const int64_t step = queries_at_once(seq, seq_kv);
-  const Tensor logits = empty_float_rows(step, seq_kv, device_index);
-  void* const stream = current_stream(device_index);
+  const Tensor logits = empty_float_rows(step, seq_kv, call.index);
   for (int64_t first = 0; first < seq; first += step) {
     const int64_t count = std::min(step, seq - first);
-    indexer_logits::Params scores = indexer::params_of(scoring, first, count, logits, device, device_index);
+    indexer_logits::Params scores = indexer::params_of(scoring, first, count, logits, call);
     scores.clean = false;
     const topk_select::Params selection{
         .logits = scores.logits,
@@ -45,14 +42,13 @@ std::tuple<Tensor, Tensor> indexer_topk(Tensor q, Tensor k, Tensor weights, Tens
         .rows = static_cast<int>(count),
         .columns = static_cast<int>(seq_kv),
         .topk = static_cast<int>(topk),
-        .ctas = topk_select::plan_ctas(count, static_cast<int>(seq_kv), device.num_sms),
-        .device = device_index,
-        .num_sms = device.num_sms,
+        .ctas = topk_select::plan_ctas(count, static_cast<int>(seq_kv), call.num_sms),
+        .device = call.index,
+        .num_sms = call.num_sms,
         .is_bf16 = false,
     };
-    const char* error = seq_kv > 0 ? indexer_logits::launch(scores, stream) : nullptr;
-    if (error == nullptr) error = topk_select::launch(selection, stream);
-    DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+    if (seq_kv > 0) call.check(indexer_logits::launch(scores, call.stream()));
+    call.check(topk_select::launch(selection, call.stream()));
   }
   return {indices, values};
 }

@@ -19,12 +19,10 @@ std::tuple<Tensor, Tensor> topk_select(Tensor logits, Tensor starts, Tensor ends
   check_last_stride(kOp, "logits", logits);
   check_same_device(kOp, "starts", starts, "logits", logits);
   check_same_device(kOp, "ends", ends, "logits", logits);
-  const Device device = hopper_device(kOp, "logits", logits);
-  const int device_index = logits.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "logits", logits);
 
-  Tensor indices = empty({rows, topk}, ScalarType::Int, device_index);
-  Tensor values = empty({rows, topk}, logits.scalar_type(), device_index);
+  Tensor indices = empty({rows, topk}, ScalarType::Int, call.index);
+  Tensor values = empty({rows, topk}, logits.scalar_type(), call.index);
   const int columns = static_cast<int>(logits.size(1));
   const Params params{
       .logits = logits.data_ptr(),
@@ -38,13 +36,12 @@ std::tuple<Tensor, Tensor> topk_select(Tensor logits, Tensor starts, Tensor ends
       .rows = static_cast<int>(rows),
       .columns = columns,
       .topk = static_cast<int>(topk),
-      .ctas = plan_ctas(rows, columns, device.num_sms),
-      .device = device_index,
-      .num_sms = device.num_sms,
+      .ctas = plan_ctas(rows, columns, call.num_sms),
+      .device = call.index,
+      .num_sms = call.num_sms,
       .is_bf16 = logits.scalar_type() == ScalarType::BFloat16,
   };
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {indices, values};
 }
 

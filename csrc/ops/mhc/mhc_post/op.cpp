@@ -43,19 +43,16 @@ Params params_of(const Tensor& x, const Tensor& y, const Tensor& h_post, const T
 
 Tensor mhc_post_fwd(Tensor x, Tensor y, Tensor h_post, Tensor h_res, int64_t iterations) {
   check_inputs(kForward, x, y, h_post, h_res, iterations);
-  hopper_device(kForward, "x", x);
-  const int device_index = x.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kForward, "x", x);
 
-  Tensor out = empty({x.size(0), x.size(1), x.size(2), x.size(3)}, ScalarType::BFloat16, device_index);
+  Tensor out = empty({x.size(0), x.size(1), x.size(2), x.size(3)}, ScalarType::BFloat16, call.index);
   if (out.numel() == 0) return out;
   for (Tensor* tensor : {&x, &y, &h_post, &h_res}) *tensor = aligned_contiguous(*tensor);
-  const Tensor mixing = torch::stable::empty_like(h_res);
+  const Tensor mixing = empty_like(h_res, call.index);
   Params params = params_of(x, y, h_post, h_res, iterations);
   params.mixing = static_cast<float*>(mixing.data_ptr());
   params.out = out.data_ptr();
-  const char* error = launch_fwd(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kForward, ": launch failed: ", error);
+  call.check(launch_fwd(params, call.stream()));
   return out;
 }
 
@@ -66,23 +63,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mhc_post_bwd(Tensor dout, Tensor x, T
   check_tensor(kBackward, "dout", dout, ScalarType::BFloat16,
                {{"B", batch}, {"S", length}, {"n", streams}, {"D", columns}});
   check_same_device(kBackward, "dout", dout, "x", x);
-  hopper_device(kBackward, "x", x);
-  const int device_index = x.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kBackward, "x", x);
 
-  Tensor dx = empty({batch, length, streams, columns}, ScalarType::BFloat16, device_index);
-  Tensor dy = empty({batch, length, columns}, ScalarType::BFloat16, device_index);
-  Tensor dh_post = empty({batch, length, streams}, ScalarType::Float, device_index);
-  Tensor dh_res = empty({batch, length, streams, streams}, ScalarType::Float, device_index);
+  Tensor dx = empty({batch, length, streams, columns}, ScalarType::BFloat16, call.index);
+  Tensor dy = empty({batch, length, columns}, ScalarType::BFloat16, call.index);
+  Tensor dh_post = empty({batch, length, streams}, ScalarType::Float, call.index);
+  Tensor dh_res = empty({batch, length, streams, streams}, ScalarType::Float, call.index);
   if (dx.numel() == 0) return {dx, dy, dh_post, dh_res};
   for (Tensor* tensor : {&dout, &x, &y, &h_post, &h_res}) *tensor = aligned_contiguous(*tensor);
-  const Tensor mixing = torch::stable::empty_like(h_res);
+  const Tensor mixing = empty_like(h_res, call.index);
   Params params = params_of(x, y, h_post, h_res, iterations);
   params.mixing = static_cast<float*>(mixing.data_ptr());
   params.dout = dout.data_ptr(), params.out = dx.data_ptr(), params.dy = dy.data_ptr();
   params.dh_post = static_cast<float*>(dh_post.data_ptr()), params.dh_res = static_cast<float*>(dh_res.data_ptr());
-  const char* error = launch_bwd(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kBackward, ": launch failed: ", error);
+  call.check(launch_bwd(params, call.stream()));
   return {dx, dy, dh_post, dh_res};
 }
 

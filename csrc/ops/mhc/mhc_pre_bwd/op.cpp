@@ -41,24 +41,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Ten
     *tensor = aligned_contiguous(*tensor);
   }
   if (gamma) gamma = aligned_contiguous(*gamma);
-  const Device device = hopper_device(kOp, "x", x);
-  const int device_index = x.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "x", x);
 
   x = aligned_contiguous(x);
   const int64_t tokens = x.size(0) * x.size(1), flat = streams * columns;
   const int64_t padded = (tokens + kTokens - 1) / kTokens * kTokens;
   // Without tokens there are no runs, and sums of none are zero.
-  const int64_t tiles = padded / kTokens, slots = ctas_per_sm(static_cast<int>(streams)) * device.num_sms;
+  const int64_t tiles = padded / kTokens, slots = ctas_per_sm(static_cast<int>(streams)) * call.num_sms;
   const int64_t runs = std::min(std::max<int64_t>(slots / (columns / kColumns), 1), tiles);
-  const auto floats = [&](std::initializer_list<int64_t> sizes) {
-    return empty(sizes, ScalarType::Float, device_index);
-  };
-  Tensor dx = empty({x.size(0), x.size(1), streams, columns}, ScalarType::BFloat16, device_index);
+  const auto floats = [&](std::initializer_list<int64_t> sizes) { return empty(sizes, ScalarType::Float, call.index); };
+  Tensor dx = empty({x.size(0), x.size(1), streams, columns}, ScalarType::BFloat16, call.index);
   Tensor dphi = floats({mixed, flat}), dalpha = floats({3}), dbias = floats({mixed}),
          dgamma = floats({gamma ? flat : 0});
   Tensor terms = floats({2, mixed, tokens}), parts = floats({runs, mixed, flat});
-  Tensor dh_mix = empty({2, padded, pitch_of(static_cast<int>(streams))}, ScalarType::BFloat16, device_index);
+  Tensor dh_mix = empty({2, padded, pitch_of(static_cast<int>(streams))}, ScalarType::BFloat16, call.index);
   const auto read = [](const Tensor& tensor) { return static_cast<const float*>(tensor.data_ptr()); };
   const auto write = [](const Tensor& tensor) { return static_cast<float*>(tensor.data_ptr()); };
   const Params params{
@@ -87,10 +83,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Ten
       .columns = static_cast<int>(columns),
       .runs = static_cast<int>(runs),
       .padded_tokens = static_cast<int>(padded),
-      .device = device_index,
+      .device = call.index,
   };
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {dx, dphi, dalpha, dbias, dgamma};
 }
 

@@ -20,16 +20,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_fwd(Tensor x,
   const int64_t mixed = streams * streams + 2 * streams;
   check_tensor(kOp, "bias", bias, ScalarType::Float, {{"M", mixed}});
   check_same_device(kOp, "bias", bias, "x", x);
-  hopper_device(kOp, "x", x);
-  const int device_index = x.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "x", x);
 
-  Tensor h_in = empty({batch, length, columns}, ScalarType::BFloat16, device_index);
-  Tensor h_post = empty({batch, length, streams}, ScalarType::Float, device_index);
-  Tensor h_res = empty({batch, length, streams, streams}, ScalarType::Float, device_index);
-  Tensor inv_rms = empty({batch, length}, ScalarType::Float, device_index);
-  Tensor h_mix = empty({batch, length, mixed}, ScalarType::Float, device_index);
-  Tensor h_pre = empty({batch, length, streams}, ScalarType::Float, device_index);
+  Tensor h_in = empty({batch, length, columns}, ScalarType::BFloat16, call.index);
+  Tensor h_post = empty({batch, length, streams}, ScalarType::Float, call.index);
+  Tensor h_res = empty({batch, length, streams, streams}, ScalarType::Float, call.index);
+  Tensor inv_rms = empty({batch, length}, ScalarType::Float, call.index);
+  Tensor h_mix = empty({batch, length, mixed}, ScalarType::Float, call.index);
+  Tensor h_pre = empty({batch, length, streams}, ScalarType::Float, call.index);
   if (h_in.numel() == 0) return {h_in, h_post, h_res, inv_rms, h_mix, h_pre};
   x = aligned_contiguous(x), phi = aligned_contiguous(phi), alpha = aligned_contiguous(alpha);
   bias = aligned_contiguous(bias);
@@ -51,10 +49,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_fwd(Tensor x,
       .tokens = static_cast<int>(batch * length),
       .streams = static_cast<int>(streams),
       .columns = static_cast<int>(columns),
-      .device = device_index,
+      .device = call.index,
   };
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {h_in, h_post, h_res, inv_rms, h_mix, h_pre};
 }
 

@@ -26,17 +26,15 @@ Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<
   check_same_device(kOp, "lse", lse, "q", q);
   DSA_CHECK(!(normalize && per_head_block), kOp,
             ": normalize must be False beside per_head_block, since rows are to be divided by the sum of all blocks");
-  const Device device = hopper_device(kOp, "q", q);
-  const int device_index = q.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "q", q);
 
   Tensor dist = per_head_block ? empty({(heads / groups + kBlockHeads - 1) / kBlockHeads, batch, seq_q, groups, topk},
-                                       ScalarType::Float, device_index)
-                               : empty({batch, seq_q, groups, topk}, ScalarType::Float, device_index);
+                                       ScalarType::Float, call.index)
+                               : empty({batch, seq_q, groups, topk}, ScalarType::Float, call.index);
   if (dist.numel() == 0) return dist;
   if (heads == 0) return zero_(dist);
   const listed_keys::Params params{
-      problem_of(q, kv, indices, options, device, device_index),
+      problem_of(q, kv, indices, options, call),
       static_cast<const float*>(lse.data_ptr()),
       lse.stride(0),
       lse.stride(1),
@@ -45,8 +43,7 @@ Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<
       normalize,
       per_head_block,
   };
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return dist;
 }
 

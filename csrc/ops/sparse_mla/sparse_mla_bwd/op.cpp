@@ -41,9 +41,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   check_like_forward("out", out, ScalarType::BFloat16, true);
   check_like_forward("lse", lse, ScalarType::Float, false);
   if (dlse) check_like_forward("dlse", *dlse, ScalarType::Float, false);
-  const Device device = hopper_device(kOp, "q", q);
-  const int device_index = q.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "q", q);
 
   // Gradients come in any layout, often expanded from one element.
   dout = aligned_contiguous(dout);
@@ -51,12 +49,12 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   lse = aligned_contiguous(lse);
   if (dlse) dlse = aligned_contiguous(*dlse);
 
-  Tensor dq = empty({batch, seq_q, heads, d_qk}, ScalarType::BFloat16, device_index);
-  Tensor d_sink = empty({attn_sink ? heads : 0}, ScalarType::Float, device_index);
-  Tensor sink_terms = empty({attn_sink ? batch * seq_q * heads : 0}, ScalarType::Float, device_index);
-  Tensor finished = empty({1}, ScalarType::Int, device_index);
+  Tensor dq = empty({batch, seq_q, heads, d_qk}, ScalarType::BFloat16, call.index);
+  Tensor d_sink = empty({attn_sink ? heads : 0}, ScalarType::Float, call.index);
+  Tensor sink_terms = empty({attn_sink ? batch * seq_q * heads : 0}, ScalarType::Float, call.index);
+  Tensor finished = empty({1}, ScalarType::Int, call.index);
 
-  Params params{problem_of(q, kv, indices, options, device, device_index)};
+  Params params{problem_of(q, kv, indices, options, call)};
   params.dout = dout.data_ptr();
   params.out = out.data_ptr();
   params.lse = static_cast<const float*>(lse.data_ptr());
@@ -80,14 +78,14 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   };
   const int64_t last_queries = queries > 0 ? queries % params.queries_at_once : 0;
   const int64_t parts = std::max(parts_of(params.queries_at_once), parts_of(last_queries));
-  Tensor dq_parts = empty({parts, kBlockHeads, d_qk}, ScalarType::Float, device_index);
+  Tensor dq_parts = empty({parts, kBlockHeads, d_qk}, ScalarType::Float, call.index);
   params.dq_parts = static_cast<float*>(dq_parts.data_ptr());
 
   const bool adds_up = !deterministic || params.queries_at_once < queries;
   const int64_t slots = deterministic ? params.queries_at_once * groups * params.topk : 0;
   params.dkv.keys = keys;
   params.dkv.columns = params.d_qk;
-  params.dkv.device = device_index;
+  params.dkv.device = call.index;
   params.dkv.blocks = head_blocks(params.heads, params.groups);
   params.dkv.block_stride = params.topk;
   const auto dkv_buffers = key_sums::allocate(params.dkv, {batch, seq_kv, groups, d_qk}, adds_up, slots,
@@ -99,8 +97,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
     params.prefetch_sums = sum_bytes > kPrefetch;
   }
 
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {dq, dkv_buffers.front(), d_sink};
 }
 

@@ -22,32 +22,29 @@ std::tuple<Tensor, Tensor> sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, s
                                           std::optional<Tensor> topk_length, std::optional<Tensor> attn_sink) {
   const Options options{sm_scale, d_v, causal, q_start, positions_per_key, topk_length, attn_sink};
   check_inputs(kOp, q, kv, indices, options);
-  const Device device = hopper_device(kOp, "q", q);
-  const int device_index = q.get_device_index();
-  const DeviceGuard guard(device_index);
+  const DeviceCall call(kOp, "q", q);
 
   const int64_t batch = q.size(0), seq_q = q.size(1), heads = q.size(2);
   const int64_t groups = kv.size(2), topk = indices.size(3);
-  Tensor out = empty({batch, seq_q, heads, d_v}, ScalarType::BFloat16, device_index);
-  Tensor lse = empty({batch, seq_q, heads}, ScalarType::Float, device_index);
+  Tensor out = empty({batch, seq_q, heads, d_v}, ScalarType::BFloat16, call.index);
+  Tensor lse = empty({batch, seq_q, heads}, ScalarType::Float, call.index);
   if (batch * seq_q * heads == 0) return {out, lse};
 
   const int64_t head_blocks = (heads / groups + kBlockHeads - 1) / kBlockHeads;
-  const int splits = plan_splits(batch * seq_q * groups * head_blocks, static_cast<int>(topk), device.num_sms);
+  const int splits = plan_splits(batch * seq_q * groups * head_blocks, static_cast<int>(topk), call.num_sms);
   std::optional<Tensor> partial_out, partial_lse;
   if (splits > 1) {
-    partial_out = empty({splits, batch, seq_q, heads, d_v}, ScalarType::Float, device_index);
-    partial_lse = empty({splits, batch, seq_q, heads}, ScalarType::Float, device_index);
+    partial_out = empty({splits, batch, seq_q, heads, d_v}, ScalarType::Float, call.index);
+    partial_lse = empty({splits, batch, seq_q, heads}, ScalarType::Float, call.index);
   }
 
-  Params params{problem_of(q, kv, indices, options, device, device_index)};
+  Params params{problem_of(q, kv, indices, options, call)};
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());
   params.partial_out = partial_out ? static_cast<float*>(partial_out->data_ptr()) : nullptr;
   params.partial_lse = partial_lse ? static_cast<float*>(partial_lse->data_ptr()) : nullptr;
   params.splits = splits;
-  const char* error = launch(params, current_stream(device_index));
-  DSA_CHECK(error == nullptr, kOp, ": launch failed: ", error);
+  call.check(launch(params, call.stream()));
   return {out, lse};
 }
 
