@@ -1,35 +1,17 @@
-"""The public functions: typed and documented fronts of `torch.ops.dsa.*`."""
+"""The public functions: typed and documented fronts of `torch.ops.dsa.*`.
+
+They are those that the modules of the families define.
+"""
 
 from dsa_ext import ops as ops  # registers torch.ops.dsa.*
-from dsa_ext.functional.block_sparse import block_select, block_sparse_attn, coarse_attn, gated_fusion
-from dsa_ext.functional.fp8 import act_quant, fp8_gemm, prepare_weight
-from dsa_ext.functional.indexer import (
-    indexer_dense_loss,
-    indexer_logits,
-    indexer_loss,
-    indexer_scores,
-    indexer_topk,
-    topk_select,
-)
-from dsa_ext.functional.mhc import mhc_post, mhc_pre
-from dsa_ext.functional.sparse_mla import attn_dist, sparse_mla
+from dsa_ext._public import functions_of
+from dsa_ext.functional import block_sparse, fp8, indexer, mhc
+from dsa_ext.functional import sparse_mla as _sparse_mla
+from dsa_ext.functional.block_sparse import *  # noqa: F403
+from dsa_ext.functional.fp8 import *  # noqa: F403
+from dsa_ext.functional.indexer import *  # noqa: F403
+from dsa_ext.functional.mhc import *  # noqa: F403
+from dsa_ext.functional.sparse_mla import *  # noqa: F403
 
-__all__ = [
-    "act_quant",
-    "attn_dist",
-    "block_select",
-    "block_sparse_attn",
-    "coarse_attn",
-    "fp8_gemm",
-    "gated_fusion",
-    "indexer_dense_loss",
-    "indexer_logits",
-    "indexer_loss",
-    "indexer_scores",
-    "indexer_topk",
-    "mhc_post",
-    "mhc_pre",
-    "prepare_weight",
-    "sparse_mla",
-    "topk_select",
-]
+_FAMILIES = (block_sparse, fp8, indexer, mhc, _sparse_mla)
+__all__ = sorted(name for family in _FAMILIES for name in functions_of(vars(family)))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dsa_ext import functional
 from dsa_ext.ops.mhc import STREAMS
 from dsa_ext.reference.mhc import split
-from dsa_ext.reference.sparse_mla import compute_dtype
+from dsa_ext.reference.numerics import compute_dtype
 
 #: How much of what a token says counts at first.
 _ALPHA = 0.01

@@ -11,7 +11,7 @@ from dsa_ext.ops._operator import Args, Operator
 from dsa_ext.reference.block_select import slots
 from dsa_ext.reference.block_sparse import BLOCK, blocks
 from dsa_ext.reference.layout import empty_rows_like
-from dsa_ext.reference.sparse_mla import compute_dtype
+from dsa_ext.reference.numerics import compute_dtype
 
 _COLUMNS = (64, 128)
 #: Of keys, that block_select takes.

@@ -19,7 +19,7 @@ from dsa_ext.ops._checks import (
 from dsa_ext.ops._library import not_differentiable_again
 from dsa_ext.ops._operator import OPERATORS, Args, Operator
 from dsa_ext.reference.indexer import empty_logits, runs
-from dsa_ext.reference.sparse_mla import compute_dtype
+from dsa_ext.reference.numerics import compute_dtype
 
 #: What the kernels take, and what the reference takes on the CPU besides.
 _DTYPES, _CPU_DTYPES = (torch.float8_e4m3fn, torch.bfloat16), (torch.float32, torch.float64)

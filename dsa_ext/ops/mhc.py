@@ -6,7 +6,7 @@ from torch import Tensor
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_same_device, check_tensor, differentiable_dtype, fail
 from dsa_ext.ops._operator import Args, Operator
-from dsa_ext.reference.sparse_mla import compute_dtype
+from dsa_ext.reference.numerics import compute_dtype
 
 STREAMS = (2, 4, 8)
 _MAX_COLUMNS = 8192

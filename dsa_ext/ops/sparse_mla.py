@@ -14,7 +14,8 @@ from dsa_ext.ops._checks import (
     fail,
 )
 from dsa_ext.ops._operator import Args, Operator
-from dsa_ext.reference.sparse_mla import HEADS_PER_BLOCK, compute_dtype
+from dsa_ext.reference.numerics import compute_dtype
+from dsa_ext.reference.sparse_mla import HEADS_PER_BLOCK
 
 _SHAPES = ((576, 512), (512, 512))
 _MAX_HEADS_PER_GROUP = 128

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext.reference.layout import empty_rows_like
-from dsa_ext.reference.sparse_mla import compute_dtype, raised
+from dsa_ext.reference.numerics import compute_dtype, raised
 
 #: Queries, and keys, of a block.
 BLOCK = 64
@@ -43,7 +43,7 @@ def valid_keys(k: Tensor, kv_block_size: Tensor | None) -> Tensor:
 
 
 @dataclass
-class Chunk:
+class BlockChunk:
     """A run of blocks of queries with their keys gathered. Slots that are not visible hold zeros."""
 
     queries: slice
@@ -69,9 +69,9 @@ def uncut(x: Tensor, like: Tensor) -> Tensor:
     return empty_rows_like(like).copy_(x.flatten(2, 3)[:, :, : like.shape[2]])
 
 
-def chunks(
+def block_chunks(
     q: Tensor, k: Tensor, v: Tensor, q2k_index: Tensor, q2k_num: Tensor, kv_block_size: Tensor | None
-) -> Iterator[Chunk]:
+) -> Iterator[BlockChunk]:
     batch, heads, length, dim = q.shape
     kv_heads, kv_length = k.shape[1:3]
     kv_blocks, slots = blocks(kv_length), q2k_index.shape[3]
@@ -88,7 +88,7 @@ def chunks(
     step = max(1, _CHUNK_ELEMENTS // max(1, batch * heads * slots * BLOCK * (2 * dim + 2 * BLOCK)))
     for begin in range(0, blocks(length), step):
         run = slice(begin, begin + step)
-        yield Chunk(
+        yield BlockChunk(
             queries=run,
             q=q_cut[:, :, run].to(dtype),
             keys=k_cut[rows[:, :, run]].to(dtype).flatten(3, 4),
@@ -115,7 +115,7 @@ def block_sparse_attn_fwd(
     count = blocks(q.shape[2])
     out = q.new_empty(*q.shape[:2], count, BLOCK, q.shape[3])
     lse = q.new_empty(*q.shape[:2], count, BLOCK, dtype=compute_dtype(q))
-    for chunk in chunks(q, k, v, q2k_index, q2k_num, kv_block_size):
+    for chunk in block_chunks(q, k, v, q2k_index, q2k_num, kv_block_size):
         scores = chunk.scores(scale)
         sums = scores.logsumexp(-1)
         lse[:, :, chunk.queries] = sums
@@ -151,7 +151,7 @@ def block_sparse_attn_bwd(
     dout_cut = cut(dout.where(seen[..., None], 0), count)
     dq = q.new_empty(*q.shape[:2], count, BLOCK, q.shape[3])
     dk, dv = (q.new_zeros(*k.shape[:2], kv_blocks + 1, BLOCK, q.shape[3], dtype=dtype) for _ in range(2))
-    for chunk in chunks(q, k, v, q2k_index, q2k_num, kv_block_size):
+    for chunk in block_chunks(q, k, v, q2k_index, q2k_num, kv_block_size):
         run = chunk.queries
         # Products with 0 would let NaN through to keys that are not valid, and from queries that do not see them.
         probs = torch.exp(chunk.scores(scale) - row_lse[:, :, run]).masked_fill(~chunk.visible, 0)

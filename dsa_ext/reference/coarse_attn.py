@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsa_ext.reference.block_sparse import BLOCK, blocks
 from dsa_ext.reference.layout import empty_rows_like
-from dsa_ext.reference.sparse_mla import compute_dtype
+from dsa_ext.reference.numerics import compute_dtype
 
 #: Elements that the temporaries of one chunk may hold.
 _CHUNK_ELEMENTS = 2**26

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext.reference.layout import empty_rows_like
-from dsa_ext.reference.sparse_mla import compute_dtype
+from dsa_ext.reference.numerics import compute_dtype
 
 
 def shares(fine: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dsa_ext.reference.sparse_mla import compute_dtype
+from dsa_ext.reference.numerics import compute_dtype
 
 #: Elements that each temporary of one chunk of queries may hold.
 _CHUNK_ELEMENTS = 2**24

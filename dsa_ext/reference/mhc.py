@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsa_ext.reference.sparse_mla import compute_dtype
+from dsa_ext.reference.numerics import compute_dtype
 
 
 def split(mixed: Tensor, streams: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,17 +6,16 @@ of one chunk bound the memory: S=4096 queries with 2048 keys each need less than
 Letters: B batch, S queries, H heads, G kv groups, K selected slots, D columns of a key (the first d_v are its value).
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dsa_ext.reference.numerics import compute_dtype, raised
+
 #: Heads of one partial sum of attn_dist.
 HEADS_PER_BLOCK = 64
-#: Of an lse beyond which care is taken of its rounding: 2^20 in units of log 2, far above ordinary ones.
-LARGE_LSE = 2.0**22 * math.log(2)
 #: Elements that the temporaries of one chunk of queries may hold.
 _CHUNK_ELEMENTS = 2**26
 
@@ -36,7 +35,7 @@ def visible_slots(
 
 
 @dataclass
-class Chunk:
+class QueryChunk:
     """A run of queries with their keys gathered. Slots that do not take part hold zeros and point at row S_kv."""
 
     queries: slice
@@ -56,7 +55,7 @@ class Chunk:
         return scores.masked_fill(~self.visible, -torch.inf)
 
 
-def chunks(q: Tensor, kv: Tensor, indices: Tensor, visible: Tensor) -> Iterator[Chunk]:
+def query_chunks(q: Tensor, kv: Tensor, indices: Tensor, visible: Tensor) -> Iterator[QueryChunk]:
     batch, seq, heads, dim = q.shape
     s_kv, groups = kv.shape[1:3]
     topk = indices.shape[3]
@@ -72,30 +71,13 @@ def chunks(q: Tensor, kv: Tensor, indices: Tensor, visible: Tensor) -> Iterator[
     step = max(1, _CHUNK_ELEMENTS // max(1, batch * topk * (groups * dim + 2 * heads)))
     for begin in range(0, seq, step):
         run = slice(begin, begin + step)
-        yield Chunk(
+        yield QueryChunk(
             queries=run,
             q=q[:, run].to(dtype).unflatten(2, (groups, heads // groups)),
             keys=flat[rows[:, run]].to(dtype),
             visible=visible[:, run, :, None],
             rows=rows[:, run],
         )
-
-
-def compute_dtype(q: Tensor) -> torch.dtype:
-    """The dtype in which the reference computes and in which it returns lse."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def raised(lse: Tensor) -> Tensor:
-    """lse as probabilities exp(score - lse) take it: in fp32 with a margin."""
-    return lse if lse.dtype == torch.float64 else with_margin(lse)
-
-
-def with_margin(lse: Tensor) -> Tensor:
-    """lse, raised where it is so large that its rounding to fp32 could make a probability more than sqrt(2), and in the
-    end overflow, by as much."""
-    is_large = (lse.abs() > LARGE_LSE) & (lse != -torch.inf)
-    return torch.where(is_large, lse + (lse.abs() - LARGE_LSE) * 2.0**-22, lse)
 
 
 def share_beside_sink(lse: Tensor, attn_sink: Tensor | None) -> Tensor:
@@ -126,7 +108,7 @@ def sparse_mla_fwd(
     visible = visible_slots(indices, kv.shape[1], causal, q_start, positions_per_key, topk_length)
     out = q.new_empty(*q.shape[:3], d_v)
     lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
-    for chunk in chunks(q, kv, indices, visible):
+    for chunk in query_chunks(q, kv, indices, visible):
         scores = chunk.scores(scale)
         chunk_lse = torch.logsumexp(scores, dim=-1)
         # By their own sum: where scores are large, lse does not resolve how many share the mass.
@@ -174,7 +156,7 @@ def sparse_mla_bwd(
 
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dkv = q.new_zeros(batch * (s_kv + 1) * groups, dim, dtype=dtype)
-    for chunk in chunks(q, kv, indices, visible):
+    for chunk in query_chunks(q, kv, indices, visible):
         heads_of = chunk.q.shape[2:4]
         p = chunk.probabilities(lse[:, chunk.queries].unflatten(2, heads_of), scale)
         do = dout_beside_sink[:, chunk.queries].unflatten(2, heads_of)
@@ -213,7 +195,7 @@ def attn_dist(
     group_heads = q.shape[2] // kv.shape[2]
     blocks = -(-group_heads // HEADS_PER_BLOCK) if per_head_block else 1
     dist = q.new_zeros(blocks, *indices.shape, dtype=compute_dtype(q))
-    for chunk in chunks(q, kv, indices, visible):
+    for chunk in query_chunks(q, kv, indices, visible):
         chunk_lse = lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])
         p = chunk.probabilities(chunk_lse, scale).masked_fill((chunk_lse == -torch.inf)[..., None], 0)
         for block, of_block in enumerate(p.split(HEADS_PER_BLOCK if per_head_block else max(1, group_heads), dim=3)):

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsa_ext._public import functions_of
+from dsa_ext.ops import OPERATORS
 from dsa_ext.testing.block_inputs import make_block_inputs, make_heads
 from dsa_ext.testing.inputs import make_indexer_inputs, make_inputs
 
@@ -187,12 +189,4 @@ def with_forward(op: str, args: Args) -> Args:
 
 
 #: By operator. Each is a function of sizes, all of which have defaults.
-ORDINARY: dict[str, Callable[..., Args]] = {
-    function.__name__: function
-    for function in (
-        sparse_mla_fwd, sparse_mla_bwd, attn_dist, block_sparse_attn_fwd, block_sparse_attn_bwd, coarse_attn_fwd,
-        gated_fusion_fwd, gated_fusion_bwd, indexer_logits, indexer_logits_bwd, indexer_topk, indexer_scores,
-        indexer_scores_bwd, indexer_loss, indexer_dense_loss, topk_select, block_select, act_quant, fp8_gemm,
-        mhc_pre_fwd, mhc_pre_bwd, mhc_post_fwd, mhc_post_bwd,
-    )
-}  # fmt: skip
+ORDINARY: dict[str, Callable[..., Args]] = {op: make for op, make in functions_of(globals()).items() if op in OPERATORS}

@@ -5,11 +5,18 @@ from collections.abc import Callable
 
 import torch
 
+from dsa_ext._public import functions_of
+from dsa_ext.ops import OPERATORS
 from dsa_ext.testing.random_calls import block_sparse, fp8, indexer, mhc, modules, sparse_mla
 from dsa_ext.testing.random_calls.call import Args, Call, operator_call
 from dsa_ext.testing.random_calls.draw import Draw
 
 __all__ = ["TARGETS", "Call", "Draw", "make_call"]
+
+
+def _target(name: str) -> str:
+    """functional_x makes a call of functional.x."""
+    return name.replace("_", ".", 1)
 
 
 def _of_operator(op: str, make_args: Callable[[Draw], Args]) -> Callable[[Draw], Call]:
@@ -18,10 +25,13 @@ def _of_operator(op: str, make_args: Callable[[Draw], Args]) -> Callable[[Draw],
 
 #: What can be called, by name: the operators of torch.ops.dsa, then functional.*, then nn.*
 TARGETS: dict[str, Callable[[Draw], Call]] = {}
-for _family in (sparse_mla, indexer, block_sparse, fp8, mhc):
-    TARGETS |= {op: _of_operator(op, make_args) for op, make_args in _family.OPERATORS.items()}
-for _calls in (sparse_mla.CALLS, indexer.CALLS, block_sparse.CALLS, mhc.CALLS, modules.CALLS):
-    TARGETS |= _calls
+_FAMILIES = [functions_of(vars(family)) for family in (sparse_mla, indexer, block_sparse, fp8, mhc)]
+for _functions in _FAMILIES:
+    TARGETS |= {op: _of_operator(op, make_args) for op, make_args in _functions.items() if op in OPERATORS}
+TARGETS |= indexer.CALLS
+for _functions in _FAMILIES:
+    TARGETS |= {_target(name): make for name, make in _functions.items() if name.startswith("functional_")}
+TARGETS |= modules.CALLS
 
 
 def make_call(target: str, seed: int, device: torch.device | str) -> Call:

@@ -192,18 +192,3 @@ def functional_gated_fusion(draw: Draw) -> Call:
         check("gated_fusion_bwd", results[1:], a)
 
     return Call("functional.gated_fusion", args, run, judge, (), draw.notes)
-
-
-OPERATORS = {
-    "block_sparse_attn_fwd": block_sparse_attn_fwd,
-    "block_sparse_attn_bwd": block_sparse_attn_bwd,
-    "coarse_attn_fwd": coarse_attn_fwd,
-    "block_select": block_select,
-    "gated_fusion_fwd": gated_fusion_fwd,
-    "gated_fusion_bwd": gated_fusion_bwd,
-}
-CALLS = {
-    "functional.block_sparse_attn": functional_block_sparse_attn,
-    "functional.coarse_attn": functional_coarse_attn,
-    "functional.gated_fusion": functional_gated_fusion,
-}

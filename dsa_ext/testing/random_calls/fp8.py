@@ -43,6 +43,3 @@ def fp8_gemm(draw: Draw) -> Args:
 def _scales(draw: Draw, scales: Tensor) -> Tensor:
     """As they come from what makes them, mostly, or in any strides."""
     return scales if draw.chance(0.6) else draw.view(scales, "free")
-
-
-OPERATORS = {"act_quant": act_quant, "fp8_gemm": fp8_gemm}

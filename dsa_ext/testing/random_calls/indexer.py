@@ -296,19 +296,5 @@ def functional_indexer_dense_loss(draw: Draw) -> Call:
     return Call("functional.indexer_dense_loss", args, run, judge, () if deterministic else (2,), draw.notes)
 
 
-OPERATORS = {
-    "topk_select": topk_select,
-    "indexer_topk": indexer_topk,
-    "indexer_logits_bwd": indexer_logits_bwd,
-    "indexer_scores": indexer_scores,
-    "indexer_scores_bwd": indexer_scores_bwd,
-    "indexer_loss": indexer_loss,
-}
-CALLS = {
-    "indexer_logits": indexer_logits_call,
-    "indexer_dense_loss": indexer_dense_loss_call,
-    "functional.indexer_logits": functional_indexer_logits,
-    "functional.indexer_scores": functional_indexer_scores,
-    "functional.indexer_loss": functional_indexer_loss,
-    "functional.indexer_dense_loss": functional_indexer_dense_loss,
-}
+#: In the place of calls of the operators alone.
+CALLS = {"indexer_logits": indexer_logits_call, "indexer_dense_loss": indexer_dense_loss_call}

@@ -107,12 +107,3 @@ def functional_mhc_post(draw: Draw) -> Call:
         check("mhc_post_bwd", results[1:], a)
 
     return Call("functional.mhc_post", args, run, judge, (), draw.notes)
-
-
-OPERATORS = {
-    "mhc_pre_fwd": mhc_pre_fwd,
-    "mhc_pre_bwd": mhc_pre_bwd,
-    "mhc_post_fwd": mhc_post_fwd,
-    "mhc_post_bwd": mhc_post_bwd,
-}
-CALLS = {"functional.mhc_pre": functional_mhc_pre, "functional.mhc_post": functional_mhc_post}

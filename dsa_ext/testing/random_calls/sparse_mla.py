@@ -130,7 +130,3 @@ def functional_sparse_mla(draw: Draw) -> Call:
         check("sparse_mla_bwd", (dq, dkv, *d_sink), a | saved)
 
     return Call("functional.sparse_mla", args, run, judge, () if deterministic else (3,), draw.notes)
-
-
-OPERATORS = {"sparse_mla_fwd": sparse_mla_fwd, "sparse_mla_bwd": sparse_mla_bwd, "attn_dist": attn_dist}
-CALLS = {"functional.sparse_mla": functional_sparse_mla}

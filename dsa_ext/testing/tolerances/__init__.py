@@ -8,6 +8,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsa_ext import reference
+from dsa_ext._public import functions_of
+from dsa_ext.ops import OPERATORS
 from dsa_ext.testing.tolerances import attention, attention_gradients, indexer, mixing
 from dsa_ext.testing.tolerances.limits import (
     FP8_SIMILARITY,
@@ -39,17 +41,10 @@ __all__ = [
 ]
 
 _JUDGED: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
-    name: getattr(module, name)
-    for module, names in (
-        (attention, "sparse_mla_fwd attn_dist block_sparse_attn_fwd coarse_attn_fwd"),
-        (attention_gradients, "sparse_mla_bwd block_sparse_attn_bwd"),
-        (
-            indexer,
-            "indexer_logits indexer_logits_bwd indexer_scores indexer_scores_bwd indexer_loss indexer_dense_loss",
-        ),
-        (mixing, "gated_fusion_fwd gated_fusion_bwd fp8_gemm mhc_pre_fwd mhc_pre_bwd mhc_post_fwd mhc_post_bwd"),
-    )
-    for name in names.split()
+    op: judge
+    for module in (attention, attention_gradients, indexer, mixing)
+    for op, judge in functions_of(vars(module)).items()
+    if op in OPERATORS
 }
 #: Logits that are held at a time to see what indexer_topk should have selected.
 _LOGITS = 2**27

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.reference import block_sparse, sparse_mla
+from dsa_ext.reference import block_sparse, numerics, sparse_mla
 from dsa_ext.testing.tolerances.limits import (
     BF16_ROUNDING,
     ELEMENTWISE,
@@ -193,7 +193,7 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
     scale = scale_of(args)
     out, lse = reference.sparse_mla_fwd(**args)
     parts, rounded = Parts.empty(out.shape, lse.shape, out), Rounded(q.device)
-    for chunk in sparse_mla.chunks(q, kv, indices, visible_slots(args)):
+    for chunk in sparse_mla.query_chunks(q, kv, indices, visible_slots(args)):
         s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
         of_chunk = Parts.of(s, chunk.keys[..., :d_v], chunk.visible)
         _add_probabilities(rounded, s.p, chunk.keys[..., :d_v])
@@ -214,7 +214,7 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
 def wide_with_lse(args: dict[str, Any]) -> dict[str, Any]:
     """`lse` with the margin that operators in fp32 give it."""
     lse, args = args["lse"], wide(args)
-    return args if lse.dtype == torch.float64 else {**args, "lse": sparse_mla.with_margin(args["lse"])}
+    return args if lse.dtype == torch.float64 else {**args, "lse": numerics.with_margin(args["lse"])}
 
 
 def attn_dist(args: dict[str, Any]) -> list[Expected]:
@@ -227,7 +227,7 @@ def attn_dist(args: dict[str, Any]) -> list[Expected]:
     blocks = value.shape[0] if args["per_head_block"] else 1
     sums = torch.zeros(blocks, *indices.shape, dtype=torch.float64, device=q.device)
     noise, free = torch.zeros_like(sums), torch.zeros_like(sums, dtype=torch.bool)
-    for chunk in sparse_mla.chunks(q, kv, indices, visible):
+    for chunk in sparse_mla.query_chunks(q, kv, indices, visible):
         s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
         own = lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])[..., None]
         log_p = (s.scores - own).masked_fill(own == -torch.inf, -torch.inf)
@@ -270,7 +270,7 @@ def block_sparse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
     parts = Parts.empty(torch.Size((*cut_shape, q.shape[3])), torch.Size(cut_shape), out)
     rounded = Rounded(q.device)
     lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
-    for chunk in block_sparse.chunks(q, args["k"], args["v"], *lists):
+    for chunk in block_sparse.block_chunks(q, args["k"], args["v"], *lists):
         s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
         of_chunk = Parts.of(s, chunk.values, chunk.visible)
         # Until then sums are relative to the maximum of the blocks that come first.

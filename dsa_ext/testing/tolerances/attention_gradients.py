@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.reference import block_sparse, sparse_mla
+from dsa_ext.reference import block_sparse, numerics, sparse_mla
 from dsa_ext.testing.tolerances.attention import Scores, scale_of, scores_of, spread, visible_slots, wide_with_lse
 from dsa_ext.testing.tolerances.limits import (
     FP32_RESOLUTION,
@@ -47,7 +47,7 @@ def score_gradients(
     p = log_p.exp()
     p_noise = spread(log_p, s.noise + 2 * FP32_RESOLUTION * lse.abs().nan_to_num(0, 0, 0)) + TINY * (p > 0)
     # A large lse has a margin, with which no p is much more than sqrt(2).
-    p_noise = torch.where((lse.abs() > sparse_mla.LARGE_LSE) & (p <= 1), p_noise.clamp(max=2), p_noise)
+    p_noise = torch.where((lse.abs() > numerics.LARGE_LSE) & (p <= 1), p_noise.clamp(max=2), p_noise)
     dp, products = dout @ values.mT, dout.abs() @ values.abs().mT
     change = dp - delta
     weights = p + p_noise
@@ -116,7 +116,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_rows, dkv_free, dkv_terms = (
         q.new_zeros(keys_of) for _ in range(7)
     )
-    for chunk in sparse_mla.chunks(q, kv, indices, visible):
+    for chunk in sparse_mla.query_chunks(q, kv, indices, visible):
         run, heads_of = chunk.queries, chunk.q.shape[2:4]
         do, do_noise, delta_c, noise_c, lse_c = (
             t[:, run].unflatten(2, heads_of) for t in (upstream, upstream_noise, delta_of_scores, delta_noise, lse)
@@ -212,7 +212,7 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
     free = torch.zeros(of_q[:-1], dtype=torch.bool, device=q.device)
     rounded = {name: Rounded(q.device) for name in ("dq", "dk", "dv")}
     lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
-    for chunk in block_sparse.chunks(q, k, v, *lists):
+    for chunk in block_sparse.block_chunks(q, k, v, *lists):
         run = (slice(None), slice(None), chunk.queries)
         do = upstream[run]
         s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
