@@ -172,7 +172,7 @@ def block_select(
 
 
 def gated_fusion(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
-    """The sum of two branches, weighted by a gate a head and token: what joins fine and coarse attention.
+    """The sum of two branches, weighted by a gate per head and token: what joins fine and coarse attention.
 
     ::
 
@@ -180,7 +180,7 @@ def gated_fusion(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
 
     Args:
         fine, coarse: [B, H, N, D], bf16. On the CPU also fp32 and float64. D is 64 or 128.
-        gate: [B, H, N], bf16 or fp32, in any strides; beside float64 also float64.
+        gate: [B, H, N], bf16 or fp32, with any strides; also float64 if fine is.
 
     Returns:
         out, like `fine`, its layout included; computed in fp32. It is differentiable with respect to all three (once),

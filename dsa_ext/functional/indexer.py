@@ -32,7 +32,7 @@ def indexer_logits(
         q: queries [S, Hi, Di]: float8_e4m3fn or bf16, on the CPU also fp32 and float64. Hi is 8, 16, 32 or 64; Di is 64
             or 128.
         k: keys [S_kv, Di], like q; all heads share them.
-        weights: weight of each head [S, Hi], fp32 (float64 beside float64 inputs), any factor on q.k included: for
+        weights: weight of each head [S, Hi], fp32 (float64 for float64 inputs), any factor on q.k included: for
             float8_e4m3fn the scale of q[s, h].
         starts: first key of each query [S], int32.
         ends: the key after each query's last [S], int32.
@@ -48,7 +48,7 @@ def indexer_logits(
 
     Raises:
         RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when an argument requires a gradient beside float8_e4m3fn, or a GPU has no kernel.
+            came. Also when an argument requires a gradient and q is float8_e4m3fn, or a GPU has no kernel.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
@@ -71,8 +71,8 @@ def topk_select(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tupl
 
     Returns:
         indices [R, topk], int32: ascending along a row, then -1 where fewer could be selected; and values [R, topk] in
-        the dtype of logits: the logit of each id, -inf beside -1. Neither has a gradient: to train what made the
-        logits, compute them again at the selected ids.
+        the dtype of logits: the logit of each id, -inf where the id is -1. Neither has a gradient: to train what made
+        the logits, compute them again at the selected ids.
 
     Raises:
         RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
@@ -107,7 +107,7 @@ def indexer_topk(
 
     Returns:
         indices [S, topk], int32: ascending along a row, then -1 where fewer could be selected; and values [S, topk]:
-        the logit of each id, -inf beside -1, in fp32 (float64 for float64 inputs). Neither has a gradient: to train the
+        the logit of each id, -inf where the id is -1, in fp32 (float64 for float64 inputs). Neither has a gradient: to train the
         indexer, compute its scores again at the selected ids.
 
     Raises:
@@ -133,7 +133,7 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Te
     Args:
         q: queries [S, Hi, Di], bf16. On the CPU also fp32 and float64. Hi is 8, 16, 32 or 64; Di is 64 or 128.
         k: keys [S_kv, Di], like q; all heads share them.
-        weights: weight of each head [S, Hi], fp32 (float64 beside float64 inputs), any factor on q.k included.
+        weights: weight of each head [S, Hi], fp32 (float64 for float64 inputs), any factor on q.k included.
         indices: ids of the listed keys [S, K], int32, in any order: those of :func:`indexer_topk`.
 
     Returns:

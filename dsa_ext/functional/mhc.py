@@ -9,7 +9,7 @@ def mhc_pre(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a layer reads of the n streams of a residual connection, and how its result is to be written to them.
 
-    With c = n * D, x_flat [c] the streams of a token one behind the other, and the rows of phi, the bias and t in
+    With c = n * D, x_flat [c] the streams of a token concatenated, and the rows of phi, the bias and t in
     three parts, of n, n and n * n::
 
         t = phi @ (gamma * x_flat) / sqrt(mean(x_flat^2) + eps)
@@ -21,7 +21,7 @@ def mhc_pre(
     Args:
         x: streams [B, S, n, D], bf16. On the CPU also fp32 and float64. n is 2 or 4, on the CPU also 8; D a multiple
             of 128 up to 8192.
-        phi: [n * n + 2 n, n * D], fp32 (float64 beside a float64 x, as all that follows).
+        phi: [n * n + 2 n, n * D], fp32 (float64 if x is, as everything below).
         alpha: [3]. bias: [n * n + 2 n].
         gamma: weights [n * D] on x before phi; 1 by default. The mean square is that of x itself.
         eps: from 0 to less than 1.
@@ -39,7 +39,7 @@ def mhc_pre(
 
 
 def mhc_post(x: Tensor, y: Tensor, h_post: Tensor, h_res: Tensor, iterations: int = 20) -> Tensor:
-    """The streams behind a layer: mixed, and its result added to each.
+    """The streams after a layer: mixed, with its result added to each.
 
     ::
 

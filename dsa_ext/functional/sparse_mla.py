@@ -86,7 +86,7 @@ def sparse_mla(
         q_start: position of the first query, for a chunk of a longer sequence; 0 to 2^62.
         positions_per_key: number of positions that one key stands for.
         topk_length: number of leading slots in use [B, S], int32; all of them by default.
-        attn_sink: logit per head [H], fp32 (float64 beside float64 inputs), that takes a share of the probability and
+        attn_sink: logit per head [H], fp32 (float64 for float64 inputs), that takes a share of the probability and
             adds no value. -inf is no sink.
         return_lse: return lse as well.
 
@@ -152,7 +152,7 @@ def attn_dist(
 
     Args:
         q, kv, indices, sm_scale, causal, q_start, positions_per_key, topk_length: as for :func:`sparse_mla`.
-        lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 beside float64 inputs).
+        lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 for float64 inputs).
         normalize: divide each row by its sum, or by 1e-10 where that is more.
         per_head_block: return the sums of each 64 heads of a group apart, to be added up or sent as they are.
 

@@ -102,13 +102,13 @@ class _Gate(nn.Linear):
 class BlockSparseAttention(nn.Module):
     """Attention of blocks of 64 tokens to the blocks that a coarse pass selects, for video: both ways, not causal.
 
-    Tokens are ordered so that a block is a small box of space and time. Learned weights a head pool the keys and the
+    Tokens are ordered so that a block is a small box of space and time. Learned weights per head pool the keys and the
     values of each block to one of each (as Linformer does within a block)::
 
         k_pooled[j] = sum_t k_pool[t] * k[64 j + t],    v_pooled[j] = sum_t v_pool[t] * v[64 j + t]
 
     All queries attend to all of these: the coarse branch. What it gives to a block, mean of the queries of a block,
-    selects the blocks whose tokens these queries attend to: the fine branch. A gate a head and token, a projection of
+    selects the blocks whose tokens these queries attend to: the fine branch. A gate per head and token, a projection of
     the input, weighs the two::
 
         out = o_proj(s * fine + (1 - s) * coarse),    s = sigmoid(gate_proj(x))
@@ -174,7 +174,7 @@ class BlockSparseAttention(nn.Module):
     ) -> Tensor:
         """Attention among the tokens of x, or, with a cache, of them to all in it, to which they are added first.
 
-        Tokens behind the valid ones of their block may hold anything, NaN too. No other token sees them, and their own
+        Tokens after the valid ones of their block may hold anything, NaN too. No other token sees them, and their own
         rows of the result mean nothing, but they count as queries of zeros in the mean that selects for their block.
 
         Args:
@@ -243,7 +243,7 @@ class BlockSparseAttention(nn.Module):
         coarse, scores = functional.coarse_attn(q, k_pooled, v_pooled)
         index, number = self.select(scores)
         if filled is not None:
-            index = filled[index.clamp(min=0)]  # the slots behind the first `number` are not read
+            index = filled[index.clamp(min=0)]  # the slots after the first `number` are not read
         fine = functional.block_sparse_attn(q, k, v, index, number, sizes)
         return functional.gated_fusion(fine, coarse, gate)
 
@@ -291,7 +291,7 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _whole_blocks(x: Tensor, kv_block_size: BlockSizes | None) -> tuple[Tensor, Tensor | None]:
-    """x [B, N, C] with zeros behind the valid tokens, up to the end of the last block; and the sizes of its blocks,
+    """x [B, N, C] with zeros after the valid tokens, up to the end of the last block; and the sizes of its blocks,
     None where all are full: then x is as it was."""
     if kv_block_size is not None:
         valid = torch.arange(BLOCK, device=x.device) < kv_block_size.sizes[:, None]

@@ -28,7 +28,7 @@ class HyperConnection(nn.Module):
     (Manifold-constrained hyper-connections, see :func:`dsa_ext.mhc_pre` and :func:`dsa_ext.mhc_post`.) At first it is
     nearly a residual connection for each stream: the layer reads their mean, its result is added to all, and streams
     keep to themselves. In front of the first such layer a stream becomes n, ``x[:, :, None].expand(-1, -1, n, -1)``;
-    behind the last one ``x.mean(2)`` makes one of them.
+    after the last one ``x.mean(2)`` merges them.
 
     Parameters, fp32 whatever the dtype of the layer: `phi` [n * n + 2 n, n * hidden_size], `alpha` [3], `bias`
     [n * n + 2 n], `gamma` [n * hidden_size]. A module that has been brought to bf16 computes with them in fp32.
@@ -86,7 +86,7 @@ class HyperConnection(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Streams [B, S, n, hidden_size] to streams; what else comes goes to the layer.
 
-        Where the layer gives a tuple, streams and what is behind its first element.
+        Where the layer gives a tuple, streams and the other elements.
         """
         h_in, h_post, h_res = self.read(x)
         result = self.layer(h_in, *args, **kwargs)

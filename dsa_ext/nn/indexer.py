@@ -16,7 +16,7 @@ class IndexerTensors(NamedTuple):
 
     q: Tensor  # [B, S, Hi, Di]
     k: Tensor  # [B, S, Di]
-    weights: Tensor  # [B, S, Hi], fp32 (float64 beside float64)
+    weights: Tensor  # [B, S, Hi], fp32 (float64 for float64)
 
 
 class LightningIndexer(nn.Module):
@@ -37,7 +37,7 @@ class LightningIndexer(nn.Module):
         rope_theta: base of their frequencies.
         hadamard: multiply q and k by the orthogonal Hadamard matrix, which leaves q.k as it is and spreads outliers
             before rounding to fp8.
-        precision: of the scores that select: "fp8" rounds q and k to float8_e4m3fn, one scale a row. Scores that are
+        precision: of the scores that select: "fp8" rounds q and k to float8_e4m3fn, one scale per row. Scores that are
             trained are never rounded.
     """
 

@@ -126,7 +126,7 @@ class SparseMLA(nn.Module):
 
     @torch.no_grad()
     def attention_to_all(self, x: Tensor) -> Tensor:
-        """What each key would get in dense attention, mean of the heads [B, S, S], fp32 (float64 beside float64)."""
+        """What each key would get in dense attention, averaged over heads: [B, S, S], fp32 (float64 for float64)."""
         of_keys = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank)[:, : self.nope_dim]
         q, kv = self._queries(self.q_a_layernorm(self.q_a_proj(x)), of_keys), self._keys(x)
         listed = _all_keys(x)

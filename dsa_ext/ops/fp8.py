@@ -59,7 +59,7 @@ def _many_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
 
 
 def _in_fours(b_s: Tensor) -> Tensor:
-    """Rows as prepare_weight has them in memory: with what is behind them, up to a multiple of 4."""
+    """Rows as prepare_weight has them in memory: padded to a multiple of 4."""
     rows, blocks = b_s.shape
     padded = -(-blocks // 4) * 4
     if padded == blocks:

@@ -58,7 +58,7 @@ class BlockChunk:
 
 
 def cut(x: Tensor, count: int) -> Tensor:
-    """[B, H, N, D] as [B, H, count, 64, D], with zeros behind the last row."""
+    """[B, H, N, D] as [B, H, count, 64, D], zero-padded."""
     missing = count * BLOCK - x.shape[2]
     padded: Tensor = torch.nn.functional.pad(x, (0, 0, 0, missing))
     return padded.reshape(*x.shape[:2], count, BLOCK, x.shape[3])
@@ -77,7 +77,7 @@ def block_chunks(
     kv_blocks, slots = blocks(kv_length), q2k_index.shape[3]
     dtype = compute_dtype(q)
     q_cut = cut(q, blocks(length))
-    # Slots that name no block read one of zeros behind the last, and no key that is not valid is read.
+    # Slots that name no block read a block of zeros after the last, and no key that is not valid is read.
     seen = torch.nn.functional.pad(valid_keys(k, kv_block_size), (0, 0, 0, 1))
     k_cut, v_cut = (cut(x, kv_blocks + 1).masked_fill(~seen[..., None], 0).flatten(0, 2) for x in (k, v))
     ids = torch.where(listed_blocks(q2k_index, q2k_num, kv_blocks), q2k_index, kv_blocks).long()

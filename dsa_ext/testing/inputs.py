@@ -109,7 +109,7 @@ def strided_rows(rows: Tensor, fill: float = torch.nan) -> Tensor:
 class IndexerInputs:
     q: Tensor  # [S, Hi, Di]
     k: Tensor  # [S_kv, Di]
-    weights: Tensor  # [S, Hi] fp32, or float64 beside float64 inputs
+    weights: Tensor  # [S, Hi] fp32, or float64 for float64 inputs
     k_scale: Tensor | None  # [S_kv] fp32, for float8_e4m3fn alone
     ks: Tensor  # [S] int32
     ke: Tensor  # [S] int32

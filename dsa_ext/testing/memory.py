@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def bytes_beside_results(call: Callable[[], Sequence[Tensor]]) -> int:
-    """The most that `call` holds at a time of torch's allocator, beside what it returns."""
+    """The most that `call` holds at a time of torch's allocator, in addition to what it returns."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

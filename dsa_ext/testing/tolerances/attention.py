@@ -241,7 +241,7 @@ def attn_dist(args: dict[str, Any]) -> list[Expected]:
             over = s.free[..., heads, None] | (off[..., heads, :] > HUGE) | overflows(p[..., heads, :])
             free[block, :, chunk.queries] = over.any(3)
     free |= overflows(sums)
-    # A slot that is not visible is 0 whatever overflows beside it.
+    # A slot that is not visible is 0 whatever else overflows in its row.
     free = free & visible
     if args["normalize"]:
         total = sums.sum(-1, keepdim=True).clamp(min=1e-10)
