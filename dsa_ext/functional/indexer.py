@@ -107,8 +107,8 @@ def indexer_topk(
 
     Returns:
         indices [S, topk], int32: ascending along a row, then -1 where fewer could be selected; and values [S, topk]:
-        the logit of each id, -inf where the id is -1, in fp32 (float64 for float64 inputs). Neither has a gradient: to train the
-        indexer, compute its scores again at the selected ids.
+        the logit of each id, -inf where the id is -1, in fp32 (float64 for float64 inputs). Neither has a gradient: to
+        train the indexer, compute its scores again at the selected ids.
 
     Raises:
         RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
