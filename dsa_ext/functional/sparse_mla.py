@@ -1,18 +1,29 @@
 """Sparse multi-query latent attention, and its distribution."""
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from dsa_ext.ops._checks import describe, fail
+
 _sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
 #: What calling the overload calls, one Python frame further down.
 _sparse_mla_fwd_direct: Callable[..., tuple[Tensor, Tensor]] = _sparse_mla_fwd._op
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active
+
+
+def _with_batch(op: str, q: Tensor, kv: Tensor, indices: Tensor, *rows: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same arguments with a batch of 1; `rows` are further tensors of one entry per query."""
+    for name, tensor, forms in (("kv", kv, "[S_kv, D] or [S_kv, G, D]"), ("indices", indices, "[S, K] or [S, G, K]")):
+        if tensor.dim() not in (2, 3):
+            fail(op, f"{name} must be {forms} when q is [S, H, D], got {describe(tensor)}")
+    kv, indices = (t if t.dim() == 3 else t.unsqueeze(1) for t in (kv, indices))
+    return tuple(t if t is None else t.unsqueeze(0) for t in (q, kv, indices, *rows))
 
 
 @overload
@@ -75,6 +86,9 @@ def sparse_mla(
     padding, wherever they stand, and the keys that they might name are never read. A query with no visible slot has
     out = 0, lse = -inf and zero gradients. An id that is listed twice counts twice.
 
+    All tensors may come without the batch: q [S, H, D], kv [S_kv, D] or [S_kv, G, D], indices [S, K] or [S, G, K], as
+    :func:`indexer_topk` returns them, topk_length [S]; then out is [S, H, d_v] and lse [S, H].
+
     Args:
         q: queries [B, S, H, D], bf16. On the CPU also fp32 and float64.
         kv: the latent keys [B, S_kv, G, D], like q; the first `d_v` columns of a key are its value. The H heads of q
@@ -108,6 +122,11 @@ def sparse_mla(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
+    if q.dim() == 3:
+        batched: Any = _with_batch("sparse_mla_fwd", q, kv, indices, topk_length)
+        options: Any = (sm_scale, d_v, causal, q_start, positions_per_key)
+        out, lse = _sparse_mla_fwd(*batched[:3], *options, batched[3], attn_sink)
+        return (out[0], lse[0]) if return_lse else out[0]
     args = (q, kv, indices, sm_scale, d_v, causal, q_start, positions_per_key, topk_length, attn_sink)
     if (
         is_compiling()
@@ -150,6 +169,8 @@ def attn_dist(
     a distribution over the slots. Another lse is a denominator of its own: one that also counts a sink or keys that are
     not listed leaves sums below 1, and a head whose lse is -inf adds nothing.
 
+    Without the batch, as for :func:`sparse_mla`, lse is [S, H] and dist [S, K] or [S, G, K], like indices.
+
     Args:
         q, kv, indices, sm_scale, causal, q_start, positions_per_key, topk_length: as for :func:`sparse_mla`.
         lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 for float64 inputs).
@@ -166,6 +187,12 @@ def attn_dist(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
+    if q.dim() == 3:
+        batched: Any = _with_batch("attn_dist", q, kv, indices, lse, topk_length)
+        options: Any = (sm_scale, causal, q_start, positions_per_key, batched[4], normalize, per_head_block)
+        dist: Tensor = torch.ops.dsa.attn_dist.default(*batched[:4], *options)
+        dist = dist.squeeze(1) if per_head_block else dist[0]
+        return dist if indices.dim() == 3 else dist.squeeze(-2)
     result: Tensor = torch.ops.dsa.attn_dist.default(
         q, kv, indices, lse, sm_scale, causal, q_start, positions_per_key, topk_length, normalize, per_head_block
     )
