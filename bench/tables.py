@@ -1,21 +1,60 @@
-"""Writes README.md's result tables from bench/results/h200/*.json; `--check` only says whether they are up to date.
+"""Writes what the documentation says of the result files: tables, headline figures and the picture of README.md.
 
-A table stands between `<!-- results: OP -->` and `<!-- end of results -->`.
+Pages are README.md and docs/results/*.md. A block of a page stands between `<!-- results: NAME -->` and
+`<!-- end of results -->`; NAME is that of a file bench/results/h200/NAME.json, or `headlines`. `--check` changes
+nothing and says whether the pages and the picture are up to date.
 """
 
 import argparse
+import hashlib
 import json
+import math
+import os.path
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "bench/results/h200"
+PICTURE = "docs/results/peers.svg"
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 Case = dict[str, Any]
+
+#: Operator, case and sentence of each headline figure; a sentence takes the fields of the case and the range of ratios.
+HEADLINES = (
+    (
+        "sparse_mla_fwd",
+        "h128_skv131072",
+        "Forward of sparse attention: **{tflops:.0f} TFLOP/s** with 128 heads, 131072 keys and 2048 selected keys for "
+        "each query; {ratio:.2f} times {peer} ({low:.2f} to {high:.2f} over all shapes).",
+    ),
+    (
+        "sparse_mla_bwd",
+        "h128_skv131072",
+        "Its backward: **{tflops:.0f} TFLOP/s**, {ratio:.2f} times {peer} ({low:.2f} to {high:.2f}).",
+    ),
+    (
+        "indexer_logits",
+        "h64_skv131072",
+        "Indexer logits in fp8, 64 heads: **{tflops:.0f} TFLOP/s**, {ratio:.2f} times {peer} "
+        "({low:.2f} to {high:.2f}).",
+    ),
+    (
+        "topk_select",
+        "4096x131072",
+        "Exact selection of 2048 of 131072 logits in 4096 rows: **{ms:.2f} ms**, {ratio:.2f} times {peer} "
+        "({low:.2f} to {high:.2f}).",
+    ),
+    (
+        "sparse_mla_layer",
+        "h128_s131072",
+        "Training step of a layer of 128 heads on 131072 tokens: **{seconds:.2f} s**, {ratio:.2f} times dense "
+        "attention by cuDNN ({low:.2f} to {high:.2f}: with few heads or 8192 tokens dense attention is faster).",
+    ),
+)
 
 
 def time(ms: float) -> str:
@@ -27,7 +66,7 @@ def peer(case: Case, figure: str) -> str:
 
 
 def peer_time(case: Case) -> str:
-    """A peer that fails is told by its failure."""
+    """The time of a peer, or how it failed."""
     if case["peer"] and not case["tflops"]:
         return peer(case, time(case["peer_value"]))
     failure: str = case.get("peer_failure", "")
@@ -48,7 +87,7 @@ def times_of(peers: dict[str, float]) -> str:
 
 
 def slower_peers(case: Case) -> str:
-    """Those that were measured too, while the ratio is to the fastest."""
+    """Peers that were measured too; the ratio is to the fastest."""
     return times_of({name: ms for name, ms in case.get("peers_ms", {}).items() if name != case["peer"]})
 
 
@@ -56,8 +95,8 @@ def versus(case: Case) -> str:
     return ", ".join(f"{value:.2f} x `{name}`" for name, value in case.get("time_vs", {}).items())
 
 
-#: Heading and cell of each column; a column that is empty in every row is left out. A peer's figure is its TFLOP/s if
-#: the case has some, else its milliseconds.
+#: Heading and cell of each column; a column that is empty in every row is left out. The figure of a peer is in
+#: TFLOP/s if the case has some, else in milliseconds.
 COLUMNS: dict[str, Callable[[Case], str]] = {
     "case": lambda case: f"`{case['name']}`",
     "time": lambda case: time(case["ms"]),
@@ -70,9 +109,9 @@ COLUMNS: dict[str, Callable[[Case], str]] = {
     "peer's time": peer_time,
     "ratio": lambda case: f"**{case['ratio']:.2f}**" if case["ratio"] else "",
     "slower peer": slower_peers,
-    "beside, how it was timed is not recorded": given("not_compared_ms", times_of),
-    "time beside": versus,
-    "memory beside results": given("extra_mb", "{:.0f} MB".format),
+    "other figure, timing method not recorded": given("not_compared_ms", times_of),
+    "relative time": versus,
+    "workspace": given("extra_mb", "{:.0f} MB".format),
     "peak memory": given("peak_mb", gigabytes),
     "peer's peak memory": given("peer_peak_mb", gigabytes),
     "error": lambda case: f"{case['err']['similarity']:.1e}" if "similarity" in (case["err"] or {}) else "",
@@ -86,8 +125,10 @@ def table(cases: list[Case]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def block(op: str) -> str:
-    path = ROOT / RESULTS / f"{op}.json"
+def block(name: str, page: Path) -> str:
+    if name == "headlines":
+        return headlines()
+    path = ROOT / RESULTS / f"{name}.json"
     if not path.exists():
         return "| case | time | TFLOP/s |\n| --- | --- | --- |\n| no results yet | | |\n"
     result = json.loads(path.read_text())
@@ -95,7 +136,7 @@ def block(op: str) -> str:
         f"{result['gpu']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}; "
         f"{result['timer']}; kernels `{result['kernels_sha256'][:12]}`.",
         "",
-        f"![Speed of {op} beside its peers]({RESULTS}/{op}.png)",
+        f"![Speed of {name} relative to its peers]({Path(os.path.relpath(path, page.parent)).as_posix()[:-5]}.png)",
     ]
     groups = dict.fromkeys(case["group"] for case in result["cases"])
     for group in groups:
@@ -103,17 +144,91 @@ def block(op: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def headlines() -> str:
+    lines = []
+    for op, name, sentence in HEADLINES:
+        cases = json.loads((ROOT / RESULTS / f"{op}.json").read_text())["cases"]
+        ratios = [case["ratio"] for case in cases if case["ratio"]]
+        case = next(case for case in cases if case["name"] == name)
+        lines.append("- " + sentence.format(**case, seconds=case["ms"] / 1e3, low=min(ratios), high=max(ratios)))
+    return "\n".join(lines) + "\n"
+
+
+def ratios() -> dict[str, tuple[list[str], list[float]]]:
+    """For each result file that has some: its peers, and all its ratios."""
+    found = {}
+    for path in sorted((ROOT / RESULTS).glob("*.json")):
+        cases = [case for case in json.loads(path.read_text())["cases"] if case["ratio"]]
+        peers = dict.fromkeys(re.sub(r", (patched|rested|compiled)| \(inexact\)", "", case["peer"]) for case in cases)
+        if cases:
+            found[path.stem] = list(peers), [case["ratio"] for case in cases]
+    return found
+
+
+def draw(path: Path, digest: str) -> None:
+    """Bars of the geometric mean of each file's ratios, and a dot for each case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "dsa_ext"  # without it ids within the file are random
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text, not as paths
+    rows = [(op, *found, math.exp(sum(map(math.log, found[1])) / len(found[1]))) for op, found in ratios().items()]
+    rows.sort(key=lambda row: row[-1])
+    figure, axis = plt.subplots(figsize=(9, 0.8 + 0.32 * len(rows)), constrained_layout=True)
+    for place, (_, peers, values, mean) in enumerate(rows):
+        axis.barh(place, mean - 1, left=1, height=0.62, color="#1f77b4" if mean >= 1 else "#9aa5b1")
+        axis.plot(values, [place] * len(values), "o", color="black", markersize=3, alpha=0.5)
+        axis.text(9, place, f"{mean:.2f}  {', '.join(peers)}", va="center", fontsize=8)
+    axis.axvline(1, color="black", linewidth=1)
+    ticks = [0.2, 0.5, 1, 2, 4, 8]
+    axis.set(
+        xscale="log", xlim=(0.17, 40), ylim=(-0.6, len(rows) - 0.4), xticks=[], xlabel="speed relative to the peer"
+    )
+    axis.minorticks_off()
+    axis.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axis.set_yticks(range(len(rows)), [op for op, *_ in rows], fontsize=9)
+    axis.set_title("H200: geometric mean of all cases with a peer (bar), each case (dot), peers", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None, "Description": digest})
+    plt.close(figure)
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
+def digest_of_ratios() -> str:
+    """What the picture shows. Its bytes depend on the version of matplotlib, so they are not compared."""
+    return hashlib.sha256(json.dumps(ratios()).encode()).hexdigest()
+
+
+def pages() -> Iterator[Path]:
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs/results").glob("*.md"))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if README.md is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if a page or the picture is out of date"
+    )
     args = parser.parse_args(arguments)
-    readme = ROOT / "README.md"
-    old = readme.read_text()
-    new = BLOCK.sub(lambda match: match[1] + block(match[2]) + match[3], old)
-    if not args.check:
-        readme.write_text(new)
-    elif new != old:
-        print("README.md differs from the result files: run `make tables`", file=sys.stderr)
+    outdated = []
+    for page in pages():
+        old = page.read_text()
+        new = BLOCK.sub(lambda match, page=page: match[1] + block(match[2], page) + match[3], old)  # type: ignore[misc]
+        if new != old:
+            outdated.append(page)
+            if not args.check:
+                page.write_text(new)
+    picture, digest = ROOT / PICTURE, digest_of_ratios()
+    if not picture.exists() or digest not in picture.read_text():
+        outdated.append(picture)
+        if not args.check:
+            draw(picture, digest)
+    if args.check and outdated:
+        names = ", ".join(path.relative_to(ROOT).as_posix() for path in outdated)
+        print(f"out of date with the result files: {names}; run `make tables`", file=sys.stderr)
         return 1
     return 0
 

@@ -1,7 +1,8 @@
-"""The README's result tables are what bench/tables.py makes of the result files."""
+"""What the documentation says of the result files is what bench/tables.py makes of them."""
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,29 +32,62 @@ def write_result(root: Path, **values: Any) -> None:
     path.write_text(json.dumps({"op": "some_op", **head, "cases": [case]}))
 
 
-def test_readme_is_up_to_date(tables: ModuleType) -> None:
-    assert "<!-- results: sparse_mla_fwd -->" in (tables.ROOT / "README.md").read_text()
+def test_pages_are_up_to_date(tables: ModuleType) -> None:
+    text = "".join(page.read_text() for page in tables.pages())
+    results = sorted(path.stem for path in (tables.ROOT / tables.RESULTS).glob("*.json"))
+    assert sorted(re.findall(r"<!-- results: (?!headlines)(\w+) -->", text)) == results
+    assert "<!-- results: headlines -->" in (tables.ROOT / "README.md").read_text()
     assert tables.main(["--check"]) == 0
 
 
+def test_readme_fits_on_a_few_screens(tables: ModuleType) -> None:
+    assert len((tables.ROOT / "README.md").read_text().splitlines()) <= 200
+
+
 def test_tables_follow_the_results(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results: some_op -->\n<!-- end of results -->\nafter\n")
+    page = tmp_path / "docs/results/family.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("before\n<!-- results: some_op -->\n<!-- end of results -->\nafter\n")
+    (tmp_path / "README.md").write_text("no block\n")
 
     assert tables.main([]) == 0
-    assert "no results yet" in readme.read_text()
+    assert "no results yet" in page.read_text()
     assert tables.main(["--check"]) == 0
 
     write_result(tmp_path)
     assert tables.main(["--check"]) == 1
     assert tables.main([]) == 0
-    assert "| `one` | 1.25 ms | 500 | 400 (Peer) | **1.25** | 2.0e-06 |" in readme.read_text()
-    assert readme.read_text().startswith("before\n<!-- results: some_op -->\n")
-    assert readme.read_text().endswith("<!-- end of results -->\nafter\n")
+    assert "| `one` | 1.25 ms | 500 | 400 (Peer) | **1.25** | 2.0e-06 |" in page.read_text()
+    assert "](../../bench/results/h200/some_op.png)" in page.read_text()
+    assert page.read_text().startswith("before\n<!-- results: some_op -->\n")
+    assert page.read_text().endswith("<!-- end of results -->\nafter\n")
+    assert tables.main(["--check"]) == 0
 
     write_result(tmp_path, tflops=600.0)
     assert tables.main(["--check"]) == 1
+
+
+def test_picture_follows_the_ratios(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("no block\n")
+    write_result(tmp_path)
+    assert tables.main(["--check"]) == 1
+    assert tables.main([]) == 0
+    picture = tmp_path / tables.PICTURE
+    assert "some_op" in picture.read_text()
+    assert "1.25  Peer" in picture.read_text()
+    assert tables.main(["--check"]) == 0
+    write_result(tmp_path, ratio=2.0)
+    assert tables.main(["--check"]) == 1
+
+
+def test_headlines(tables: ModuleType) -> None:
+    lines = tables.headlines().splitlines()
+    assert len(lines) == len(tables.HEADLINES) == 5
+    assert all(re.match(r"- .*\*\*[\d.]+ (TFLOP/s|ms|s)\*\*", line) for line in lines)
 
 
 def test_columns_without_values_are_left_out(tables: ModuleType) -> None:
@@ -68,7 +102,7 @@ def test_cases_without_flops(tables: ModuleType) -> None:
     case = {"name": "one", "ms": 1.0, "tflops": None, "peer": "Peer", "peer_value": 0.25, "ratio": 0.25}
     case |= {"err": {"differing_rows": 0}, "tbps": 2.125, "extra_mb": 63.7}
     assert tables.table([case]) == [
-        "| case | time | TB/s | peer's time | ratio | memory beside results |",
+        "| case | time | TB/s | peer's time | ratio | workspace |",
         "| --- | --- | --- | --- | --- | --- |",
         "| `one` | 1.00 ms | 2.12 | 250.0 µs (Peer) | **0.25** | 64 MB |",
     ]
@@ -80,7 +114,7 @@ def test_several_peers(tables: ModuleType) -> None:
     case = plain | {"name": "one", "peer": "B", "peer_value": 2.0, "ratio": 2.0, "peers_ms": {"A": 3.0, "B": 2.0}}
     other = plain | {"name": "two", "peer": None, "ratio": None, "not_compared_ms": {"C": 4.0}}
     assert tables.table([case, other]) == [
-        "| case | time | peer's time | ratio | slower peer | beside, how it was timed is not recorded |",
+        "| case | time | peer's time | ratio | slower peer | other figure, timing method not recorded |",
         "| --- | --- | --- | --- | --- | --- |",
         "| `one` | 1.00 ms | 2.00 ms (B) | **2.00** | 3.00 ms (A) |  |",
         "| `two` | 1.00 ms |  |  |  | 4.00 ms (C) |",
