@@ -1,4 +1,4 @@
-// Clusters: who one is, and words to and from the shared memory of other CTAs.
+// Thread block clusters: a CTA's position in its cluster, and reads and writes in other CTAs' shared memory (DSMEM).
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace dsa::sm90 {
 
-// %clusterid.x; without clusters a CTA is its own
+// %clusterid.x; without clusters, the index of the CTA
 __device__ __forceinline__ int cluster_index() {
   int r;
   asm("mov.u32 %0, %%clusterid.x;" : "=r"(r));
@@ -21,32 +21,32 @@ __device__ __forceinline__ int cluster_rank() {
   return r;
 }
 
-// mapa: the address of the same place in another CTA's shared memory
+// mapa: the address, in another CTA's shared memory, of the same variable
 __device__ __forceinline__ uint32_t remote_address(const void* place, int rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(place)), "r"(rank));
   return address;
 }
 
-// Messages without barriers, which would take longer than the message: a word that has come differs from kNothing, a
-// NaN that no arithmetic makes, and its reader puts kNothing back before the sender can know that it has been read.
+// Messages without a barrier, which would take longer than the message itself: an empty word holds kNothing, a NaN that
+// no arithmetic produces. The reader writes kNothing back before the sender can know that the word has been read.
 inline constexpr uint32_t kNothing = 0xffffffff;
 
 __device__ __forceinline__ bool has_come(float word) { return __float_as_uint(word) != kNothing; }
 
-// What has come so far.
+// The message, or kNothing when it has not arrived yet.
 __device__ __forceinline__ float read_message(const float* place) { return *static_cast<const volatile float*>(place); }
 
 __device__ __forceinline__ void clear_message(float* place) {
   *static_cast<volatile float*>(place) = __uint_as_float(kNothing);
 }
 
-// To `address`, which is in another CTA.
+// st to distributed shared memory: `address` is in another CTA.
 __device__ __forceinline__ void send_message(uint32_t address, float word) {
   asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(word) : "memory");
 }
 
-// What CTA `rank` has at the place of `from`.
+// ld from distributed shared memory: the four floats at `from` in CTA `rank`.
 __device__ __forceinline__ float4 read_remote(const float* from, int rank) {
   float4 r;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -1,5 +1,5 @@
-// Host side of a kernel launch: the driver's own entry points, found once, because the host's time for a small call is
-// mostly the launch.
+// Host side of a kernel launch. Calls the driver's entry points directly and looks them up once, because the launch is
+// most of the host time of a small call.
 #pragma once
 
 #include <cuda.h>
@@ -10,7 +10,7 @@
 
 namespace dsa::sm90 {
 
-// libcuda is not linked: the runtime finds its functions in the driver that is there. Null when it has none such.
+// libcuda is not linked: the runtime looks its functions up in the installed driver. Null when the driver lacks one.
 template <class Function>
 Function driver_function(const char* name) {
   void* entry = nullptr;
@@ -19,22 +19,23 @@ Function driver_function(const char* name) {
   return reinterpret_cast<Function>(entry);
 }
 
-// How many CTAs, in clusters of how many.
+// The number of CTAs of a launch and of each cluster.
 struct Grid {
   unsigned ctas, cluster = 1;
-  bool starts_early = false;  // while the kernel before runs, for which it then waits (programmatic.cuh)
+  bool starts_early = false;  // programmatic dependent launch (PDL), see programmatic.cuh
 
   constexpr Grid(unsigned ctas, unsigned cluster = 1, bool starts_early = false)
       : ctas(ctas), cluster(cluster), starts_early(starts_early) {}
 };
 
-// What a kernel may use without being asked for; more must be the same at each launch.
+// Shared memory that a kernel may use without an attribute; a kernel that needs more must need the same at every
+// launch.
 inline constexpr int kSharedBytesByDefault = 48 * 1024, kMaxSharedBytes = 227 * 1024;
 
-inline constexpr int kMaxDevices = 64;       // for which something is remembered
-inline constexpr unsigned kMaxCluster = 16;  // of CTAs, more than 8 where the device has room for them
+inline constexpr int kMaxDevices = 64;       // for which loaded kernels are cached
+inline constexpr unsigned kMaxCluster = 16;  // in CTAs; more than 8 only if the device has room for them
 
-// What the driver wants to know of a launch.
+// The driver's launch configuration.
 struct LaunchConfig {
   CUlaunchAttribute attributes[2]{};
   CUlaunchConfig config;
@@ -66,8 +67,8 @@ struct LaunchConfig {
   LaunchConfig(const LaunchConfig&) = delete;  // `config` points to `attributes`
 };
 
-// `kKernel` as the driver knows it, loaded once a device, and with leave for what it asks for. Null, or a text that
-// says what failed.
+// `kKernel` as a driver handle, loaded once per device, with the attributes that large shared memory and clusters need.
+// Returns null, or a text that says what failed.
 template <auto kKernel>
 const char* load_kernel(int device, bool in_clusters, int shared_bytes, cudaFunction_t* function) {
   static std::array<std::atomic<cudaFunction_t>, kMaxDevices> loaded{};
@@ -87,7 +88,7 @@ const char* load_kernel(int device, bool in_clusters, int shared_bytes, cudaFunc
   return nullptr;
 }
 
-// Launches `kKernel` on `device`, which is current. Returns null, or a text that says what failed.
+// Launches `kKernel` on `device`, which must be the current one. Returns null, or a text that says what failed.
 template <auto kKernel, class... Args>
 const char* launch_kernel(int device, Grid grid, dim3 threads, int shared_bytes, cudaStream_t stream,
                           const Args&... args) {
@@ -99,11 +100,11 @@ const char* launch_kernel(int device, Grid grid, dim3 threads, int shared_bytes,
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
   const LaunchConfig launched(grid, threads, shared_bytes, stream);
   const CUresult result = launch(&launched.config, function, pointers, nullptr);
-  // The runtime's error codes are the driver's.
+  // The runtime's error codes equal the driver's.
   return result == CUDA_SUCCESS ? nullptr : cudaGetErrorString(static_cast<cudaError_t>(result));
 }
 
-// How many clusters of `cluster` CTAs the device runs at once. Returns null, or a text that says what failed.
+// Counts how many clusters of `cluster` CTAs the device can run at once. Returns null, or a text that says what failed.
 template <auto kKernel>
 const char* count_clusters(int device, unsigned cluster, dim3 threads, int shared_bytes, int* clusters) {
   cudaFunction_t function;

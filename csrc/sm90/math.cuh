@@ -1,4 +1,4 @@
-// Exponentials and logarithms of base 2, as the hardware has them.
+// Base-2 exponentials and logarithms, and other arithmetic of the hardware's own instructions.
 #pragma once
 
 #include <cmath>
@@ -49,25 +49,25 @@ __device__ __forceinline__ unsigned xor_not_or_sign(unsigned x, unsigned mask) {
   return r;
 }
 
-// Scores, in units of log 2, from whose magnitude on rounding is taken care of; far above ordinary ones.
+// From this magnitude on (in base-2 units) the rounding of a score is handled separately; far above ordinary scores.
 inline constexpr float kLargeScore = 0x1p20f;
 
-// `base` for the probabilities 2^(score * scale + base) of a row, from its log-sum-exp. From a magnitude of 2^22 on its
-// rounding could multiply a probability by more than the square root of 2, and in the end make it overflow: from there
-// on a margin lowers all by as much. Without a branch, for the sake of loads before and after.
+// `base` for the probabilities 2^(score * scale + base) of a row, from its log-sum-exp. From a magnitude of 2^22 on,
+// its rounding could multiply a probability by more than sqrt(2), and in the end overflow; so from there on a margin
+// lowers all probabilities by as much. Branch-free, so that loads can move across it.
 __device__ __forceinline__ float base_of_lse(float lse) {
   const float base = -lse * kLog2E;
   const float margin = fmaxf(fabsf(base) - 0x1p22f, 0.f) * 0x1p-22f;
   return lse == -INFINITY ? -INFINITY : base - margin;
 }
 
-// The logarithm of a sum of exponentials, from their largest exponent and the logarithm of their sum relative to it.
-// Relative to infinity the sum is NaN.
+// The logarithm of a sum of exponentials, from their largest exponent and the logarithm of the sum relative to it. The
+// relative sum is NaN if the largest exponent is infinite.
 __device__ __forceinline__ float log_of_sum(float largest, float log_sum) {
   return largest == INFINITY ? INFINITY : largest + log_sum;
 }
 
-// What a sink leaves of a row's probability mass: e^lse / (e^lse + e^sink).
+// The share of a row's probability mass that an attention sink leaves to the keys: e^lse / (e^lse + e^sink).
 __device__ __forceinline__ float share_beside_sink(float lse, float sink) {
   return lse == -INFINITY ? 0.f : 1.f / (1.f + exp2_fast((sink - lse) * kLog2E));
 }

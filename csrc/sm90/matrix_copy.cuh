@@ -1,4 +1,4 @@
-// Moving 8x8 bf16 matrices between registers and shared memory in the 128-byte swizzle that wgmma and TMA read.
+// Moves 8x8 bf16 matrices between registers and shared memory, in the 128-byte swizzle that wgmma and TMA read.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@ namespace dsa::sm90 {
 
 inline constexpr int kSwizzleRowBytes = 128;  // 64 bf16 columns
 
-// Byte offset, within a chunk of rows of 64 bf16 columns, of the 16-byte piece `piece` (0..7) of `row`.
+// Byte offset, in a chunk of rows of 64 bf16 columns, of the 16-byte piece `piece` (0..7) of row `row`.
 __device__ __host__ __forceinline__ constexpr int swizzled_offset(int row, int piece) {
   return row * kSwizzleRowBytes + ((piece ^ (row & 7)) << 4);
 }
 
-// 16 bytes of a row, which move together: 8 bf16 columns.
+// 16 bytes of a row, the unit of the swizzle: 8 bf16 columns.
 inline constexpr int kPieceColumns = 8;
 struct alignas(16) Piece {
   uint32_t words[4];
@@ -28,7 +28,7 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&r)[4]
                : "memory");
 }
 
-// ldmatrix.x4.trans: a thread's values of one column become values of one row
+// ldmatrix.x4.trans: values of one column become values of one row of the thread's fragment
 __device__ __forceinline__ void load_matrices_transposed(uint32_t address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uin
                : "memory");
 }
 
-// stmatrix.x4.trans: a thread's values of one row become values of one column
+// stmatrix.x4.trans: values of one row of the thread's fragment become values of one column
 __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
                                                           uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
                : "memory");
 }
 
-// The same of two matrices; lanes beyond the first 16 repeat addresses
+// stmatrix.x2.trans: the same for two matrices; lanes 16 to 31 repeat the addresses of the others
 __device__ __forceinline__ void store_two_matrices_transposed(uint32_t address, uint32_t a, uint32_t b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
                : "memory");
@@ -64,18 +64,18 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
-// The reverse: the lower half comes first.
+// The inverse of pack_bf16: the lower half comes first.
 __device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 
-// The sum of products of two pairs.
+// The dot product of two bf16 pairs, in fp32.
 __device__ __forceinline__ float dot_bf16(uint32_t a, uint32_t b) {
   return fmaf(__uint_as_float(a << 16), __uint_as_float(b << 16),
               __uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u));
 }
 
-// A warpgroup's 64-row fp32 accumulators, rounded, as 64-column chunks from `chunk` on.
+// Stores a warpgroup's 64-row fp32 accumulator fragment, rounded to bf16, as 64-column chunks from `chunk` on.
 template <int kColumns, class Accumulator>
 __device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumulator& r, int thread) {
   const int row = thread / 32 * 16 + thread % 16, piece = thread / 16 % 2;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumul
   }
 }
 
-// The same as they are, as rows of `stride` in global memory.
+// Stores the same fragment unrounded to global memory, in rows that are `stride` elements apart.
 template <class Accumulator>
 __device__ __forceinline__ void store_accumulators_to_global(float* g_first, int stride, const Accumulator& r,
                                                              int thread) {

@@ -1,4 +1,4 @@
-// Single loads, stores and prefetches that CUDA C++ has no name for.
+// Single loads, stores and prefetches that CUDA C++ has no intrinsic for.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,13 +12,13 @@ namespace dsa::sm90 {
 // prefetch.L2
 __device__ __forceinline__ void prefetch_l2(const void* g) { asm volatile("prefetch.global.L2 [%0];" ::"l"(g)); }
 
-// ld.global into L1; the value is not used
+// ld.global, only to bring the line into L1; the value is not used
 __device__ __forceinline__ void touch(const float* g) {
   [[maybe_unused]] float unused;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(unused) : "l"(g));
 }
 
-// ld.global with 256 bytes around it in L2, where other warps will find what they need
+// ld.global that brings the surrounding 256 bytes into L2, where other warps will need them
 __device__ __forceinline__ float2 load_with_neighbours(const float* g) {
   float2 r;
   asm volatile("ld.global.nc.L2::256B.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "l"(g));

@@ -1,12 +1,12 @@
-// A kernel that is launched while the one before it still runs.
+// Programmatic dependent launch (PDL): a kernel starts while the preceding kernel of the stream is still running.
 #pragma once
 
 namespace dsa::sm90 {
 
-// griddepcontrol.launch_dependents: once all CTAs have come here or ended, those of the next kernel may start
+// griddepcontrol.launch_dependents: the next kernel may start once every CTA has called this or exited
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// griddepcontrol.wait: until the kernel before has ended, and what it wrote is visible
+// griddepcontrol.wait: waits until the preceding kernel is complete and its writes are visible
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace dsa::sm90

@@ -1,36 +1,37 @@
-// What ptxas has to be told about registers.
+// Hints for ptxas on register allocation.
 #pragma once
 
 #include <cstdint>
 
 namespace dsa::sm90 {
 
-// %tid.x, read again: registers are scarce where keys are held.
+// %tid.x, read again: cheaper than a live register where registers are scarce.
 __device__ __forceinline__ int thread_index() {
   int r;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
   return r;
 }
 
-// The same object, at an address that the compiler does not know: what it derives from it, like the descriptors of
-// wgmma, it computes where it is needed, instead of once for all tiles and in registers that are not there.
+// The same object, at an address that hides its origin from the compiler. What the compiler derives from the address,
+// such as wgmma descriptors, is then computed where it is needed, instead of once for all tiles in registers that are
+// not available.
 template <class T>
 __device__ __forceinline__ T& recomputed(T& object) {
   T* address = &object;
   asm volatile("" : "+l"(address));
   return *address;
 }
-// The same value.
+// The same for a value.
 __device__ __forceinline__ int recomputed(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Gives a register that may be left without a value one that costs nothing. Else it is live from the start.
+// Marks a value as undefined, so that it occupies no register before its first assignment.
 __device__ __forceinline__ void leave_undefined(unsigned& x) { asm volatile("" : "=r"(x)); }
 __device__ __forceinline__ void leave_undefined(float& x) { asm volatile("" : "=f"(x)); }
 
-// A use of the value, as far as ptxas knows.
+// Counts as a use of the value for ptxas.
 __device__ __forceinline__ void use(uint32_t value) {
   asm volatile(
       "{\n"

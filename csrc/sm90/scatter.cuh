@@ -1,8 +1,7 @@
-// Writing a warp's fp32 accumulators of wgmma, 16 rows, to rows in global memory: added to fp32 sums, or stored in
-// bf16.
+// Writes a warp's fp32 wgmma accumulators, 16 rows, to rows in global memory: added to fp32 sums, or stored in bf16.
 //
 // A thread holds four values of its row in each 16 columns: columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, t = lane % 4.
-// Rows keep their columns, 32 at a time, in the order in which they are written fastest; who reads them puts them back.
+// Within each 32 columns, rows are stored in the permuted column order that is fastest to write; the reader undoes it.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +12,13 @@ namespace dsa::sm90 {
 
 inline constexpr int kScatterColumns = 32;
 
-// The place, among its 32 columns, of the sum of column `column` (0..31).
+// The position, among its 32 columns, at which add_rows keeps the sum of column `column` (0..31).
 __device__ __forceinline__ constexpr int summed_place(int column) {
   const int quad = column / 16, half = column % 16 / 8, t = column % 8 / 2, odd = column % 2;
   return quad * 16 + t * 4 + half * 2 + odd;
 }
 
-// The column, among its 32, of the stored value at place `place` (0..31).
+// The column, among its 32, of the value that store_rows keeps at position `place` (0..31).
 __device__ __forceinline__ constexpr int stored_column(int place) {
   const int t = place / 8, eight = place % 8 / 2, odd = place % 2;
   return eight * 8 + t * 2 + odd;
@@ -30,7 +29,7 @@ __device__ __forceinline__ void prefetch_to_l2(const void* g_data, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(g_data), "r"(bytes) : "memory");
 }
 
-// red.global.add.v4.f32, where `wanted`
+// red.global.add.v4.f32, predicated on `wanted`
 __device__ __forceinline__ void add_to_global(float* g_sum, bool wanted, float a, float b, float c, float d) {
   asm volatile(
       "{\n"
@@ -42,8 +41,8 @@ __device__ __forceinline__ void add_to_global(float* g_sum, bool wanted, float a
       : "memory");
 }
 
-// Neighbouring quads of lanes swap: of the accumulators of two groups of 16 columns, the first come to the lower quad,
-// the second to the higher one.
+// Neighboring quads of lanes exchange accumulators of two groups of 16 columns: the lower quad gets the first group,
+// the higher quad the second.
 template <class Accumulator>
 __device__ __forceinline__ void swap_quads(Accumulator& r_sum, int lane) {
   const bool higher = lane & 4;
@@ -56,8 +55,8 @@ __device__ __forceinline__ void swap_quads(Accumulator& r_sum, int lane) {
   }
 }
 
-// The ids of a warp's 16 rows, in its registers; for all lanes together. The shuffle sees to it that they are here
-// before an arrival that follows lets others overwrite them.
+// The ids of a warp's 16 rows, in registers; called by all lanes together. The shuffle completes the load before a
+// later arrival lets others overwrite the ids.
 struct RowIds {
   int id;
 
@@ -72,16 +71,16 @@ struct SumRow {
   bool wanted;
 };
 
-// A lane has four of its warp's 16 rows; the i-th. That of key `id` begins id * stride behind g_first; ids are -1 for
-// none.
+// The i-th of a lane's four rows, of the warp's 16. The row of key `id` begins id * stride elements after g_first; an
+// id of -1 means no key.
 template <class Ids>
 __device__ __forceinline__ SumRow sum_row(float* g_first, uint32_t stride, const Ids& warp_ids, int i, int lane) {
   const int id = warp_ids[lane / 8 * 2 + i % 2 + i / 2 * 8];
   return {g_first + lane % 8 * 4 + static_cast<int64_t>(id) * stride, id >= 0};
 }
 
-// All four, looked up beforehand: one register for all addresses would wait until each row's additions have left. Where
-// eight are to spare.
+// All four rows, computed in advance: with one address register each row would wait until the additions before are
+// issued. Costs eight registers.
 class HeldRows {
   SumRow rows_[4];
 
@@ -96,8 +95,8 @@ class HeldRows {
   __device__ __forceinline__ const SumRow& operator()(int i) const { return rows_[i]; }
 };
 
-// Adds to row_of(0..3). Two quads of lanes share their rows, so that together they add to whole lines of a row: L2
-// takes those at a higher rate than parts of lines.
+// Adds to row_of(0..3). Two quads of lanes share their rows, so that together they add to whole cache lines: L2 accepts
+// those at a higher rate than partial lines.
 template <class RowOf, class Accumulator>
 __device__ __forceinline__ void add_rows(const RowOf& row_of, Accumulator& r_sum, int lane) {
   swap_quads(r_sum, lane);
@@ -112,7 +111,7 @@ __device__ __forceinline__ void add_rows(const RowOf& row_of, Accumulator& r_sum
   }
 }
 
-// Stores, rounded, to the columns from g_first on of consecutive rows, but for those whose id is -1.
+// Stores to consecutive rows, rounded to bf16, from column g_first on; skips rows whose id is -1.
 template <class Row, class Ids, class Accumulator>
 __device__ __forceinline__ void store_rows(Row* g_first, int stride, const Ids& warp_ids, const Accumulator& r_row,
                                            int lane) {

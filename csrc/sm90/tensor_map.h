@@ -11,25 +11,25 @@ namespace dsa::sm90 {
 
 struct HeadTensor {
   const void* data;
-  int columns, heads, groups, positions, batch;                      // `heads` of one group
+  int columns, heads, groups, positions, batch;                      // `heads` per group
   int64_t stride_head, stride_group, stride_position, stride_batch;  // in elements
 };
 
-// What a copy moves. `columns` fill the swizzle: 128 or 64 bytes.
+// The box that one copy moves. Its `columns` span the swizzle width, 128 or 64 bytes.
 struct HeadBox {
   int columns = 64, heads = 64, positions = 1;
   int element_bytes = 2;  // 2: bf16; 1: any
-  // What comes to L2 with a row of the box.
+  // The L2 promotion size of a row of the box.
   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 };
 
-// False when the driver refuses.
+// Returns false when the driver refuses.
 inline bool encode_head_tensor(CUtensorMap* map, const HeadTensor& t, const HeadBox& box = {}) {
   static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return false;
   const cuuint64_t sizes[5] = {cuuint64_t(t.columns), cuuint64_t(t.heads), cuuint64_t(t.groups),
                                cuuint64_t(t.positions), cuuint64_t(t.batch)};
-  // The stride of a dimension of size one is never used, and may be anything in a torch tensor.
+  // The stride of a dimension of size 1 is never used, and torch leaves it arbitrary.
   const auto bytes = [&](int size, int64_t stride) { return cuuint64_t(size == 1 ? 16 : stride * box.element_bytes); };
   const cuuint64_t strides[4] = {bytes(t.heads, t.stride_head), bytes(t.groups, t.stride_group),
                                  bytes(t.positions, t.stride_position), bytes(t.batch, t.stride_batch)};

@@ -1,4 +1,4 @@
-// Tensor-map copies (TMA) of tiles of heads: [batch, position, group, head, column] bf16 tensors with free strides.
+// TMA copies of tiles of heads, through tensor maps of [batch, position, group, head, column] tensors of any strides.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +9,7 @@
 
 namespace dsa::sm90 {
 
-// Where a tile starts, innermost coordinate first.
+// Coordinates of a tile's first element, innermost first.
 struct HeadTile {
   int column, head, group, position, batch;
 };
@@ -34,7 +34,7 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
                : "memory");
 }
 
-// cp.async.bulk.tensor.5d, global to shared; heads outside the map arrive as zeros
+// cp.async.bulk.tensor.5d, global to shared; heads outside of the map arrive as zeros
 __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, const HeadTile& at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
@@ -44,10 +44,10 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, c
       : "memory");
 }
 
-// The same for what nobody else will read: it makes room in L2 for others instead of pushing them out.
+// The same with the L2 hint evict_first, for data that is read once: it is evicted before other data.
 __device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap* map, const HeadTile& at,
                                               uint64_t* barrier) {
-  constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy.fractional.L2::evict_first makes
+  constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // the policy that createpolicy.fractional.L2::evict_first makes
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(shared)),
@@ -56,7 +56,7 @@ __device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap* m
       : "memory");
 }
 
-// cp.async.bulk.tensor.5d, shared to global; heads outside the map are not written
+// cp.async.bulk.tensor.5d, shared to global; heads outside of the map are not written
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* shared, const HeadTile& at) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
                "r"(shared_address(shared)), "r"(at.column), "r"(at.head), "r"(at.group), "r"(at.position), "r"(at.batch)
@@ -66,8 +66,8 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* sh
 // cp.async.bulk.commit_group
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// cp.async.bulk.wait_group.read: shared memory of this thread's stores may be overwritten, but for the last kLater
-// groups
+// cp.async.bulk.wait_group.read: waits until the shared memory of this thread's stores may be overwritten, except for
+// the last kLater groups
 template <int kLater = 0>
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLater) : "memory");

@@ -5,7 +5,7 @@
 
 namespace dsa::sm90 {
 
-// mma.m16n8k16: 16 x 8 sums += 16 rows of 16 bf16 . 8 rows of 16 bf16
+// mma.m16n8k16: sums [16 x 8] += A B^T, with A of 16 and B of 8 rows of 16 bf16
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -1,4 +1,4 @@
-// Warpgroups: register budgets, barriers among their threads, ordering of shared memory towards the tensor cores.
+// Warpgroups: register budgets, named barriers, and the fence between ordinary and tensor-core accesses.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ __device__ __forceinline__ void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// The register budget of a role, for a kernel that starts with kStart.
+// The register budget of a warp role, in a kernel that is launched with kStart registers per thread.
 template <int kRegisters, int kStart>
 __device__ __forceinline__ void set_registers() {
   if constexpr (kRegisters > kStart) {
@@ -31,14 +31,14 @@ __device__ __forceinline__ void set_registers() {
   }
 }
 
-// Over a warp, in a fixed order; every lane has it.
+// Sum over a warp, in a fixed order; every lane gets it.
 __device__ __forceinline__ float sum_of_warp(float value) {
 #pragma unroll
   for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
   return value;
 }
 
-// shfl.up: the sum of `x` over this lane and those before it
+// shfl.up: inclusive prefix sum of `x` over the lanes of a warp
 __device__ __forceinline__ unsigned sum_to_lane(unsigned x) {
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void sync_warpgroup(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarpgroupThreads) : "memory");
 }
 
-// bar.sync on a named barrier, for some threads of the CTA
+// bar.sync on a named barrier, for a subset of the CTA's threads
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void sync_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
@@ -91,8 +91,8 @@ __device__ __forceinline__ bool any_of_warpgroup(int barrier, bool predicate) {
   return any;
 }
 
-// fence.proxy.async: orders this thread's ordinary shared-memory accesses, and those it has synchronised with, before
-// later ones of tensor cores and copy engine
+// fence.proxy.async: orders earlier ordinary shared-memory accesses of this thread, and those it has synchronized with,
+// before later accesses of the async proxy (wgmma, TMA)
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace dsa::sm90

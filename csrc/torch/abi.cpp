@@ -17,10 +17,10 @@
 namespace dsa {
 namespace {
 
-constexpr int64_t kRowAlignment = 16;  // bytes: what cp.async and tensor maps ask of an address
+constexpr int64_t kRowAlignment = 16;  // bytes: required by cp.async and tensor maps
 constexpr int kMaxDims = 5;
 
-// The names that Python shows.
+// The dtype names of Python.
 std::string dtype_name(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::BFloat16:
@@ -82,7 +82,7 @@ std::string describe_sizes(const int64_t* sizes, int64_t dims) {
 Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype, int device_index) {
   const int32_t shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle handle = nullptr;
-  // Its error comes without a type or a text, which PyTorch writes to stderr. Sizes have been checked: memory is short.
+  // The call returns only a failure flag; PyTorch writes the message to stderr. Sizes were checked, so memory ran out.
   const int32_t cuda = aoti_torch_device_type_cuda();
   const bool failed = aoti_torch_empty_strided(dims, sizes, strides, shim_dtype, cuda, device_index, &handle);
   DSA_CHECK(!failed, "CUDA out of memory: no room for ", dtype_name(dtype), " ", describe_sizes(sizes, dims),
@@ -95,7 +95,7 @@ struct Device {
   int num_sms;
 };
 
-// Read once for each device and kept for the life of the process.
+// Read once per device and kept for the life of the process.
 Device device_info(int index) {
   constexpr int kMaxDevices = 64;
   static std::array<std::atomic<int64_t>, kMaxDevices> cache{};  // capability << 32 | SM count; 0 = not read yet
@@ -188,7 +188,7 @@ DeviceCall::DeviceCall(const char* op, const char* name, const Tensor& tensor)
 
 void* DeviceCall::stream() const {
   DSA_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "dsa: this build of torch has no CUDA streams");
-  // The driver's entry points want a context, which the runtime gives a thread only when that first calls it.
+  // The driver's entry points need a current context, which the runtime creates at a thread's first runtime call.
   static thread_local int bound_device = -1;
   if (bound_device != index) {
     const cudaError_t error = cudaSetDevice(index);

@@ -1,4 +1,5 @@
-// The memory layout of a tensor that is made like another. Without torch, so that it is tested without it.
+// The memory layout of a tensor that is allocated like another. Does not include torch, so that it is tested without
+// it.
 #pragma once
 
 #include <cstdint>
@@ -6,16 +7,16 @@
 
 namespace dsa {
 
-// The strides that torch.empty_like gives, but for those of dimensions of one element: dense, the dimensions in the
-// order that `strides` have in memory. An expanded dimension (stride 0) has no place in that order and keeps its own.
+// The strides that torch.empty_like gives, except in dimensions of size 1: dense, with the dimensions in the order of
+// `strides`. An expanded dimension (stride 0) has no place in that order and keeps its position.
 inline void dense_strides(int dims, const int64_t* sizes, const int64_t* strides, int64_t* result) {
   constexpr int kMaxDims = 8;
-  int order[kMaxDims];  // dimensions, the innermost first
+  int order[kMaxDims];  // innermost dimension first
   for (int i = 0; i < dims; ++i) order[i] = dims - 1 - i;
   const auto is_outside = [&](int a, int b) {
     return strides[a] > strides[b] || (strides[a] == strides[b] && sizes[a] > sizes[b]);
   };
-  // An insertion sort that passes over what has no place, as TensorIterator sorts.
+  // An insertion sort that skips dimensions of stride 0, as TensorIterator does.
   for (int i = 1; i < dims; ++i) {
     for (int at = i, before = i - 1; before >= 0; --before) {
       if (strides[order[at]] == 0 || strides[order[before]] == 0) continue;
@@ -34,8 +35,8 @@ inline void dense_strides(int dims, const int64_t* sizes, const int64_t* strides
   }
 }
 
-// The same for results that are written by rows of the last dimension, in which `strides` has stride 1: contiguous
-// where the place of a dimension of one element, whose stride means nothing, and an expanded one would tear rows apart.
+// The same for results that kernels write by rows of the last dimension, in which `strides` has stride 1. Contiguous if
+// the position of an expanded dimension, or of one of size 1 (its stride means nothing), would make rows non-dense.
 inline void dense_row_strides(int dims, const int64_t* sizes, const int64_t* strides, int64_t* result) {
   dense_strides(dims, sizes, strides, result);
   if (result[dims - 1] == 1) return;

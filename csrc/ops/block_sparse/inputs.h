@@ -1,4 +1,4 @@
-// The arguments that the operators between blocks of queries and of keys share, and what must hold of them.
+// The arguments that the block-sparse operators share, and their checks.
 #pragma once
 
 #include <optional>
@@ -14,19 +14,19 @@ struct Inputs {
   std::optional<double> sm_scale;
 };
 
-// Everything that needs no device, so that it is tested without one. `op` is the qualified name.
+// All checks that need no device, so that they are tested without one. `op` is the qualified operator name.
 void check_heads(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> sm_scale);
 void check_inputs(const char* op, const Inputs& inputs);
 
-// What the kernels are told of [batch, heads, positions, columns].
+// The kernel parameters of a [batch, heads, positions, columns] tensor.
 Heads heads_of(const Tensor& tensor);
 // Without lists.
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> sm_scale,
                    const DeviceCall& call);
 Problem problem_of(const Inputs& inputs, const DeviceCall& call);
 
-// A gradient, which comes in any layout, often expanded from one element: itself where its rows can be copied as those
-// of the arguments are, else a copy.
+// A gradient, which arrives in any layout, often expanded from one element: itself if its rows can be copied like those
+// of the arguments, else a copy.
 Tensor with_aligned_rows(const Tensor& tensor);
 
 }  // namespace dsa::block_sparse

@@ -1,4 +1,4 @@
-// What the kernels of block-sparse attention share: query blocks, their lists, and tiles of 64 rows in shared memory.
+// Common to the block-sparse kernels: query blocks, their lists, and tiles of 64 rows in shared memory.
 #pragma once
 
 #include "ops/block_sparse/params.h"
@@ -10,14 +10,14 @@
 
 namespace dsa::block_sparse {
 
-// A block of one head, of `blocks` each.
+// A block of one head, of `blocks` per head.
 struct Item {
   int block, head, batch;
 
   __device__ __forceinline__ Item(int index, int blocks, int heads)
       : block(index % blocks), head(index / blocks % heads), batch(index / blocks / heads) {}
 
-  // Where the rows of its head begin in [batch, heads, seq_q].
+  // First row of its head in [batch, heads, seq_q].
   __device__ __forceinline__ int64_t row(const Problem& p) const {
     return (static_cast<int64_t>(batch) * p.heads + head) * p.seq_q;
   }
@@ -28,7 +28,7 @@ struct List {
   int count;
 };
 
-// By a warp. Ids are on their way to L2 while the count is read: up to 1024 of them, a line each lane.
+// Run by one warp. Prefetches up to 1024 ids to L2 while the count is read, one cache line per lane.
 __device__ __forceinline__ List listed_blocks(const Problem& p, const Item& item) {
   const int* g_ids =
       p.index + item.batch * p.index_stride_b + item.head * p.index_stride_h + item.block * p.index_stride_m;
@@ -40,14 +40,14 @@ __device__ __forceinline__ List listed_blocks(const Problem& p, const Item& item
   return {g_ids, max(0, min(count, p.slots))};
 }
 
-// Keys of a block that may be seen: its first ones. None of a block that does not exist.
+// The number of keys of a block that are visible, its first ones; 0 for a block that does not exist.
 __device__ __forceinline__ int valid_keys(const Problem& p, int id) {
   if (!sm90::is_visible(id, p.kv_blocks)) return 0;
   const int here = min(kBlock, p.seq_kv - id * kBlock);
   return p.sizes == nullptr ? here : max(0, min(here, __ldg(p.sizes + id * p.sizes_stride)));
 }
 
-// Copies 64 rows from `position` on; `full` waits for their bytes. By one thread.
+// Loads 64 rows from `position` on; `full` must expect their bytes. Run by one thread.
 template <int kColumns>
 __device__ __forceinline__ void copy_block(sm90::Bf16* tile, const CUtensorMap* map, int head, int position, int batch,
                                            uint64_t* full) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy_block(sm90::Bf16* tile, const CUtensorMap* 
   }
 }
 
-// The same, and nothing else for `full` to wait for.
+// The same; also arrives on `full` and sets the expected bytes.
 template <int kColumns>
 __device__ __forceinline__ void load_block(sm90::Bf16* tile, const CUtensorMap* map, int head, int position, int batch,
                                            uint64_t* full) {
@@ -66,11 +66,11 @@ __device__ __forceinline__ void load_block(sm90::Bf16* tile, const CUtensorMap* 
   copy_block<kColumns>(tile, map, head, position, batch, full);
 }
 
-// Zeros in rows [first, end), for products over rows: what stands behind the valid ones may be anything, NaN too. By a
-// warpgroup, which then has to meet at a barrier.
+// Zeros rows [first, end), for products over rows: rows after the valid ones may hold anything, even NaN. Run by a
+// warpgroup, which must then meet at a barrier.
 template <int kColumns>
 __device__ __forceinline__ void clear_rows(sm90::Bf16* tile, int first, int end, int thread) {
-  constexpr int kPieces = 8, kStep = sm90::kWarpgroupThreads / kPieces;  // pieces of 16 bytes, of a row of a chunk
+  constexpr int kPieces = 8, kStep = sm90::kWarpgroupThreads / kPieces;  // 16-byte pieces of a row of a chunk
   for (int row = first + thread / kPieces; row < end; row += kStep) {
     char* piece = reinterpret_cast<char*>(tile) + sm90::swizzled_offset(row, thread % kPieces);
 #pragma unroll

@@ -1,4 +1,4 @@
-// Blocks of rows in registers: operands, and results on their way to memory.
+// Blocks of rows in registers: wgmma operands, and results on their way to global memory.
 #pragma once
 
 #include "ops/block_sparse/params.h"
@@ -10,12 +10,12 @@
 
 namespace dsa::block_sparse {
 
-// A block in registers, as the left operand of products over columns.
+// A block in registers, as the A operand of products over columns.
 template <int kColumns>
 using RowsOperand = decltype(cute::make_tensor<sm90::Bf16>(
     cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kColumns / 16>>{}));
 
-// Calls with the number of a step of 16 columns and this lane's four pairs of it: of rows r, r + 8, r, r + 8 with r =
+// Calls use(step, pairs) for each step of 16 columns with this lane's four pairs: rows r, r + 8, r, r + 8 with r =
 // thread / 32 * 16 + lane / 4, the latter two 8 columns further.
 template <int kColumns, class Use>
 __device__ __forceinline__ void for_operand_pairs(const sm90::Bf16* tile, int thread, const Use& use) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ auto& pairs_of(Fragment& r) {
   return *reinterpret_cast<uint32_t (*)[sizeof(r) / 16][4]>(r.data());
 }
 
-// A use of operands in registers, behind the loop whose products all read them. Without one ptxas 13.0 may take them
-// for dead after the first round, and give their registers away: wrong results, and no word of it.
+// Uses register operands after the loop whose products all read them. Without a use, ptxas 13.0 may consider them dead
+// after the first iteration and reuse their registers: wrong results without any warning.
 template <class Fragment>
 __device__ __forceinline__ void use_operand(const Fragment& r) {
   uint32_t mixed = 0;
@@ -45,13 +45,13 @@ __device__ __forceinline__ void use_operand(const Fragment& r) {
   sm90::use(mixed);
 }
 
-// The barrier of this warpgroup; not from a register that would be held for it.
+// This warpgroup's barrier, recomputed so that no register is held for it.
 __device__ __forceinline__ int own_barrier() {
   return 1 + sm90::recomputed(static_cast<int>(threadIdx.x)) / sm90::kWarpgroupThreads;
 }
 
-// Accumulators of a block, rounded, to the rows from `position` on, by way of `tile`: once its thread 0 has waited for
-// the store to read, the warpgroup may give the tile away.
+// Stores the accumulators of a block, rounded, to the rows from `position` on, staged in `tile`. The warpgroup may
+// release the tile after its thread 0 has waited for the store's reads.
 template <int kColumns, class Accumulators>
 __device__ __forceinline__ void store_block(const CUtensorMap* map, sm90::Bf16* tile, int head, int position, int batch,
                                             const Accumulators& r_rows, int thread) {

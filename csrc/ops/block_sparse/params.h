@@ -1,12 +1,11 @@
-// What the kernels of block-sparse attention have in common of what crosses from the host to them. No torch, no CUDA
-// headers.
+// Host-to-device parameters that the block-sparse kernels share. No torch, no CUDA headers.
 #pragma once
 
 #include <cstdint>
 
 namespace dsa::block_sparse {
 
-inline constexpr int kBlock = 64;  // queries, and keys, of a block
+inline constexpr int kBlock = 64;  // queries, and keys, per block
 
 // bf16 [batch, heads, positions, columns]; strides in elements, the last dimension has stride 1
 struct Heads {
@@ -31,10 +30,10 @@ struct Problem {
 
   int batch, heads, kv_heads, seq_q, seq_kv, slots, columns;
   int q_blocks, kv_blocks;
-  int device;   // index of the one that runs the kernels
-  int num_sms;  // of that device
+  int device;   // CUDA device index
+  int num_sms;  // SMs of the device
   float sm_scale;
-  float scale_log2;  // its magnitude, never 0, for exponentials of base 2: the kernels turn the sign of q instead
+  float scale_log2;  // |sm_scale| * log2(e), never 0; its sign goes into q instead
 };
 
 }  // namespace dsa::block_sparse

@@ -1,4 +1,4 @@
-// Host side of the copies of blocks.
+// Host side of TMA for blocks.
 #pragma once
 
 #include "ops/block_sparse/params.h"
@@ -6,7 +6,7 @@
 
 namespace dsa::block_sparse {
 
-// Boxes of a block and 64 columns. False when the driver refuses.
+// A box is one block by 64 columns. Returns false when the driver refuses.
 inline bool encode_blocks(CUtensorMap* map, const Heads& t, const Problem& p, int heads, int positions) {
   return sm90::encode_head_tensor(
       map, {t.data, p.columns, heads, 1, positions, p.batch, t.stride_h, 0, t.stride_n, t.stride_b},

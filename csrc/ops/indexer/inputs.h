@@ -1,4 +1,4 @@
-// The arguments that the indexer's operators share, and what must hold of them.
+// The arguments that the indexer's operators share, and their checks.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@ struct Scoring {
   std::optional<Tensor> k_scale;
 };
 
-// Everything that needs no device. `op` is the qualified name. Makes `k_scale` dense.
+// All checks that need no device. `op` is the qualified operator name. Makes `k_scale` dense.
 void check_inputs(const char* op, Scoring& scoring);
 
-// Of the differentiable operators: q and k in bf16, weights.
+// For the differentiable operators: q and k in bf16, weights.
 void check_rows(const char* op, const Tensor& q, const Tensor& k, const Tensor& weights);
-// These and `indices`.
+// The same and `indices`.
 void check_listed(const char* op, const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& indices);
 
-// What the kernel is told of queries [first, first + count), whose logits are rows of `logits`.
+// Kernel parameters for queries [first, first + count), whose logits are the rows of `logits`.
 indexer_logits::Params params_of(const Scoring& scoring, int64_t first, int64_t count, const Tensor& logits,
                                  const DeviceCall& call);
 

@@ -8,7 +8,7 @@
 namespace dsa::mhc {
 namespace {
 
-constexpr int64_t kMaxColumns = 8192;  // of which the registers of a cluster hold phi
+constexpr int64_t kMaxColumns = 8192;  // phi must fit in the registers of a cluster
 
 }  // namespace
 

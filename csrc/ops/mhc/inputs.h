@@ -1,4 +1,4 @@
-// What the operators of hyper-connections ask of x and of the parameters of their gates.
+// The checks that the hyper-connection operators share: of x and of the parameters of the gates.
 #pragma once
 
 #include <optional>
@@ -7,10 +7,10 @@
 
 namespace dsa::mhc {
 
-// x: bf16 [B, S, n, D] of streams that the kernels have.
+// x must be bf16 [B, S, n, D] with sizes that the kernels support.
 void check_streams(const char* op, const Tensor& x);
 
-// Beside such an x.
+// The other arguments, given a checked x.
 void check_parameters(const char* op, const Tensor& x, const Tensor& phi, const Tensor& alpha,
                       const std::optional<Tensor>& gamma, double eps);
 

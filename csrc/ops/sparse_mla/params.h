@@ -1,4 +1,4 @@
-// What the kernels of sparse MLA have in common of what crosses from the host to them. No torch, no CUDA headers.
+// Host-to-device parameters that all kernels of sparse MLA share. No torch, no CUDA headers.
 #pragma once
 
 #include <cstdint>

@@ -1,13 +1,14 @@
-// Which blocks each row of coarse weights keeps: so many of its order, by descending weight and then by ascending id.
+// Selects the blocks that each row of coarse weights keeps: the first ones by descending weight, ties by ascending id.
+// Definition: docs/block_sparse/block_select.md.
 //
-// A thread takes 16 blocks of a row, and as many warps a row as that makes:
+// No warp specialization: a thread has 16 blocks of a row, and a row as many warps as that takes. Each does, in step:
 //
-//   sort    the weights alone, without ids and in registers
-//   count   how many are kept; the last of these is the bar
-//   write   the ids above the bar and, of those at the bar, the lowest
+//   sort    the weights alone, without ids, in registers
+//   count   how many are kept; the last of these is the threshold (`bar`)
+//   write   the ids above the threshold and, of those equal to it, the lowest
 //
-// Masses are integers, whose sums do not depend on the order in which they are taken, and each operation on doubles is
-// rounded by itself: the count is the same everywhere. docs/block_select.md has the definition.
+// Masses are integers, whose sums do not depend on the order of addition, and each operation on doubles is rounded
+// separately: so the count is the same on every device.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,17 +22,17 @@
 
 namespace dsa::block_select {
 
-inline constexpr int kMassBits = 30;  // of the largest mass of a row
+inline constexpr int kMassBits = 30;  // bits of a row's largest mass
 inline constexpr int kWarpItems = 32 * kItems;
 
-// How a CTA is cut. Rows of one warp share a CTA and nothing else.
+// How a CTA is divided. Rows of one warp share a CTA and nothing else.
 template <int kWarps_>
 struct Shape {
   static constexpr int kWarps = kWarps_, kRows = kWarps == 1 ? 4 : 1, kThreads = 32 * kWarps * kRows;
   static constexpr int kSharedBytes = kWarps == 1 ? 0 : sizeof(Storage<kWarps>);
 };
 
-// Of every 32nd block, of `left` from the first; zeros beyond, which have the highest ids and so are never kept.
+// Loads every 32nd of `left` blocks; zeros after them, which have the highest ids and so are never kept.
 template <class T>
 __device__ __forceinline__ void load_weights(float (&weights)[kItems], const T* g_scores, int left) {
 #pragma unroll
@@ -42,16 +43,16 @@ __device__ __forceinline__ void load_weights(float (&weights)[kItems], const T* 
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
-// How many blocks of the row are kept, of its sorted weights.
+// The number of blocks that the row keeps, from its sorted weights.
 template <int kWarps>
 __device__ __forceinline__ int count_kept(const Params& p, const Row<kWarps>& row, const float (&sorted)[kItems]) {
   if (p.topk > 0) return min(p.topk, p.blocks);
   int exponent;  // of the largest weight
   frexpf(row.of_thread(0, sorted[0], row.shared.largest), &exponent);
-  const int shift = kMassBits - exponent;  // two powers of two, because one may exceed fp32
+  const int shift = kMassBits - exponent;  // as two powers of two, because one may exceed fp32
   const float scale = power_of_two(shift / 2), other_scale = power_of_two(shift - shift / 2);
   unsigned masses[kItems];
-  long long mass = 0, moment = 0;  // the sum of masses, and of each times its rank from the smallest
+  long long mass = 0, moment = 0;  // sum of masses; sum of masses times their ranks, from the smallest
   const int rank = p.blocks - row.thread * kItems;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -69,7 +70,7 @@ __device__ __forceinline__ int count_kept(const Params& p, const Row<kWarps>& ro
   const auto sums = row.sum_warps(__shfl_sync(~0u, to_lane, 31), row.shared.masses);
   moment = row.sum_warps(moment, row.shared.moments).all;
 
-  // A block is needed where those before it do not have the wanted mass.
+  // A block is needed if those before it do not reach the wanted mass.
   const long long wanted = __double2ll_ru(__dmul_rn(p.tau, __ll2double_rn(sums.all)));
   long long before = sums.before + to_lane - mass;
   int count = 0;
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(Shape<kWarps>::kThreads) block_select_kernel(c
   extern __shared__ __align__(16) char shared_bytes_[];
   const Row<kWarps> row{*reinterpret_cast<Storage<kWarps>*>(shared_bytes_)};
   const int r = blockIdx.x * Shape<kWarps>::kRows + threadIdx.x / (32 * kWarps);
-  if (r >= p.rows) return;  // a row of one warp: there are no barriers
+  if (r >= p.rows) return;  // only with rows of one warp, which have no barriers
   const int q_block = r % p.q_blocks, head = r / p.q_blocks % p.heads, batch = r / p.q_blocks / p.heads;
   const T* g_scores =
       static_cast<const T*>(p.scores) + batch * p.batch_stride + head * p.head_stride + q_block * p.q_block_stride;
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(Shape<kWarps>::kThreads) block_select_kernel(c
 #pragma unroll
   for (int i = 0; i < kItems; ++i) bar = row.thread * kItems + i < count ? sorted[i] : bar;
   bar = row.of_thread((count - 1) / kItems, bar, row.shared.bar);
-  float weights[kItems];  // again: there are no registers to keep them
+  float weights[kItems];  // loaded again: there are no registers to keep them
   load_weights(weights, g_scores + first, p.blocks - first);
   int above = 0, equal = 0;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Chooses the instance and launches.
+// Selects the template instance and launches.
 #include "kernel.cuh"
 #include "params.h"
 #include "sm90/launch.h"
@@ -6,7 +6,7 @@
 namespace dsa::block_select {
 namespace {
 
-// With as many warps a row as its blocks need, a power of two from kWarps on.
+// With as many warps per row as its blocks need, a power of two from kWarps on.
 template <class T, int kWarps = 1>
 const char* launch_rows_of(const Params& p, cudaStream_t stream) {
   if constexpr (kWarps * kWarpItems < kMaxBlocks) {

@@ -1,4 +1,4 @@
-// dsa::block_select on CUDA: argument checks, allocation, launch. docs/block_select.md has the definition.
+// dsa::block_select on CUDA: argument checks, allocation, launch. Definition: docs/block_sparse/block_select.md.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -28,7 +28,7 @@ std::tuple<Tensor, Tensor> block_select(Tensor scores, std::optional<int64_t> to
   DSA_CHECK(rows <= INT32_MAX, kOp, ": scores must have fewer than 2^31 rows, got ", describe(scores));
   const DeviceCall call(kOp, "scores", scores);
 
-  // What can be kept at most, of any weights.
+  // The most blocks that a row can keep.
   const auto share = static_cast<int64_t>(std::ceil(max_ratio * static_cast<double>(blocks)));
   const int64_t most = topk ? *topk : std::max(min_blocks, share);
   const int64_t slots = std::max<int64_t>(1, std::min(blocks, most));

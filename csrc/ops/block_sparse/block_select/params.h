@@ -1,23 +1,23 @@
-// What crosses from the host to the kernel. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include <cstdint>
 
 namespace dsa::block_select {
 
-inline constexpr int kMaxBlocks = 16384;  // of a row
+inline constexpr int kMaxBlocks = 16384;  // per row
 
 struct Params {
   const void* scores;                                 // fp32 or bf16 [batch, heads, q_blocks, blocks]
   int* index;                                         // [rows, slots], contiguous
   int* num;                                           // [rows], contiguous
   int64_t batch_stride, head_stride, q_block_stride;  // of the scores, in elements
-  double tau, max_ratio, ratio_range;                 // range: max_ratio - min_ratio
+  double tau, max_ratio, ratio_range;                 // ratio_range: max_ratio - min_ratio
   int rows, heads, q_blocks, blocks;
   int slots;       // no row keeps more
   int topk;        // 0: mass and Gini coefficient decide
   int min_blocks;  // at most `blocks`
-  int device;      // index of the one that runs the kernel
+  int device;      // CUDA device index
   bool is_bf16;
 };
 

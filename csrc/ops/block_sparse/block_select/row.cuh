@@ -1,13 +1,13 @@
-// The threads that share a row: what they tell each other, and the sort of its weights.
+// The threads that share a row: exchange between them, and the sort of the row's weights.
 #pragma once
 
 #include <cmath>
 
 namespace dsa::block_select {
 
-inline constexpr int kItems = 16;  // of a thread
+inline constexpr int kItems = 16;  // per thread
 
-// Where the warps of a row meet. A row of one warp has no need of it.
+// Shared memory of a row's warps. A row of one warp does not need it.
 template <int kWarps>
 struct Storage {
   float weights[kItems][32 * kWarps];
@@ -26,7 +26,7 @@ struct Row {
   Storage<kWarps>& shared;
   int thread = threadIdx.x % (32 * kWarps), lane = thread % 32, warp = thread / 32;
 
-  // x of one thread, for all. `slot` serves no other call.
+  // Broadcasts x of one thread. `slot` must not serve any other call.
   __device__ __forceinline__ float of_thread(int owner, float x, float& slot) const {
     if constexpr (kWarps == 1) return __shfl_sync(~0u, x, owner);
     if (thread == owner) slot = x;
@@ -34,7 +34,7 @@ struct Row {
     return slot;
   }
 
-  // Sums of an x that a warp has in common: over the warps before this one, and over all. `slots` serve no other call.
+  // Sums of an x that is the same in all lanes of a warp: over earlier warps, and over all. `slots` serve one call.
   template <class T>
   __device__ __forceinline__ Sums<T> sum_warps(T x, T (&slots)[kWarps]) const {
     if constexpr (kWarps == 1) return {0, x};
@@ -56,7 +56,7 @@ struct Row {
 #pragma unroll
       for (float& item : x) item = __shfl_xor_sync(~0u, item, mask);
     } else {
-      __syncthreads();  // the last trade has been read
+      __syncthreads();  // the previous exchange has been read
 #pragma unroll
       for (int i = 0; i < kItems; ++i) shared.weights[i][thread] = x[i];
       __syncthreads();
@@ -65,9 +65,9 @@ struct Row {
     }
   }
 
-  // Bitonic: runs that are sorted, descending, become runs twice as long. A merge compares each place with its mirror
-  // image in the run, then with those at halving distances, and the lower place keeps the larger weight. Item i of
-  // thread t ends at place t * kItems + i.
+  // Bitonic sort: runs in descending order merge into runs twice as long. A merge compares each place with its mirror
+  // image in the run, then with those at halving distances; the lower place keeps the larger weight. Item i of thread t
+  // ends at place t * kItems + i.
   __device__ __forceinline__ void sort(float (&x)[kItems]) const {
 #pragma unroll
     for (int run = 2; run <= kItems; run *= 2) {

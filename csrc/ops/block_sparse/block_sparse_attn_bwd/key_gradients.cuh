@@ -1,6 +1,6 @@
-// dk and dv, by blocks of keys: dv += P' dout, dk += dS' q, over the blocks of queries that list them, head by head of
-// a group. A stream holds its keys and values; through its ring go queries, dout and the rows' lse and delta, then a
-// mark, whose tiles take dk and dv on their way to memory.
+// dk and dv by blocks of keys: dv += P^T dout, dk += dS^T q over the query blocks that list them, for each head of the
+// group in turn (roles: streams.cuh). A stream holds its keys and values. Through its ring pass queries, dout and the
+// rows' lse and delta, then an end marker (mark), whose tiles stage dk and dv on their way to global memory.
 #pragma once
 
 #include "sm90/math.cuh"
@@ -19,8 +19,8 @@ struct KeyStream {
 
   alignas(1024) Tile<kColumns> k, v;
   Slot slots[kSlots];
-  alignas(16) float bases[kSlots][2][kBlock];  // and delta
-  int item, queries, keys;  // which block, how many blocks of queries, how many valid keys; no further where item is -1
+  alignas(16) float bases[kSlots][2][kBlock];  // bases, and delta
+  int item, queries, keys;  // block of keys, number of query blocks, number of valid keys; item is -1 at the end
   uint64_t item_full, item_empty, full[kSlots], empty[kSlots];
 
   __device__ __forceinline__ void init() {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
     for (int left = shared.queries; left > 0; --left) {
       wait(&shared.full[ring.slot], ring.parity);
       auto& slot = shared.slots[ring.slot];
-      // Of this lane's columns, eight apart.
+      // For this lane's columns, eight apart.
       const auto* bases = reinterpret_cast<const float2*>(shared.bases[ring.slot][0]) + lane % 4;
       const auto* delta = reinterpret_cast<const float2*>(shared.bases[ring.slot][1]) + lane % 4;
       multiply(shared.k, slot.q, r_s);
@@ -179,7 +179,7 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
     const int position = item.block * kBlock;
 #pragma unroll
     for (int i = 0; i < r_dk.size(); ++i) r_dk(i) *= p.sm_scale;
-    // Rows of keys that are not valid hold whatever the products made of them.
+    // Rows of invalid keys hold arbitrary products.
     if (keys < kBlock) {
       const int left = keys - (warp * 16 + lane / 4);
 #pragma unroll

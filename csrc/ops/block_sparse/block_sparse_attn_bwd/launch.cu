@@ -1,4 +1,4 @@
-// Chooses the instances and launches.
+// Selects the template instances and launches.
 #include "key_gradients.cuh"
 #include "ops/block_sparse/tensor_maps.h"
 #include "params.h"

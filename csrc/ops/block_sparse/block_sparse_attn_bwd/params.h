@@ -1,4 +1,4 @@
-// What crosses from the host to the kernels. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include "ops/block_sparse/params.h"
@@ -6,16 +6,16 @@
 namespace dsa::block_sparse_attn_bwd {
 
 struct Params : block_sparse::Problem {
-  block_sparse::Heads dout, out, dq;  // as q
-  block_sparse::Heads dk, dv;         // as k
+  block_sparse::Heads dout, out, dq;  // like q
+  block_sparse::Heads dk, dv;         // like k
   const float *lse, *dlse;            // [batch, heads, seq_q]; dlse may be null
 
-  // Scratch. Of each block of queries: its rows' lse in units of log 2, then their delta.
+  // Scratch. Per block of queries: its rows' lse as base-2 logarithms, then their delta.
   float* rows;  // [batch, heads, q_blocks, 2, kBlock]
-  // Which blocks of queries list a block of keys that can be seen, ascending: those from offsets[.., j] on.
+  // The query blocks that list a visible block j of keys, ascending: those from offsets[.., j] on.
   int* offsets;  // [batch, heads, kv_blocks + 1]
   int* listing;  // [batch, heads, q_blocks * slots]
-  int* taken;    // [2]: blocks that have been taken, of queries and of keys
+  int* taken;    // [2]: blocks taken so far, of queries and of keys
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

@@ -1,6 +1,6 @@
-// dq, by blocks of queries: dS = P (dout . values - delta), dq += dS . keys. Also what the other kernel needs of each
-// row. Through a stream's ring go a block of queries, of dout and of out, then keys and values of each listed block in
-// turn, then a mark, whose tile takes dq on its way to memory.
+// dq by blocks of queries: dS = P (dout V^T - delta), dq += dS K; also lse and delta of each row for the other kernel
+// (roles: streams.cuh). Through a stream's ring pass a block of queries, of dout and of out, then keys and values of
+// each listed block in turn, then an end marker (mark), whose tile stages dq on its way to global memory.
 #pragma once
 
 #include "sm90/math.cuh"
@@ -14,8 +14,8 @@ struct QueryStream {
   static constexpr int kSlots = 7 * 128 / kColumns;
 
   alignas(1024) Tile<kColumns> tiles[kSlots];
-  int keys[kSlots];   // valid ones of the block; 0 at a mark
-  int items[kSlots];  // of a block of queries: which
+  int keys[kSlots];   // valid keys of the block; 0 at an end marker
+  int items[kSlots];  // of a block of queries: its index
   uint64_t full[kSlots], empty[kSlots];
 
   __device__ __forceinline__ void init() {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
     warpgroup_commit_batch();
   };
   wait_full();
-  ring.advance();  // always one behind a mark
+  ring.advance();  // blocks of queries always follow an end marker
   for (;;) {
     wait_full();
     if (shared.keys[ring.slot] == 0) break;  // no further block of queries
@@ -117,7 +117,7 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
     const int first_slot = ring.slot;
     load_operand(r_q);
     if (thread == 0) tma_store_wait_read();
-    arrive(&shared.empty[(first_slot + kSlots - 1) % kSlots]);  // the mark, from which the last dq has gone
+    arrive(&shared.empty[(first_slot + kSlots - 1) % kSlots]);  // the end marker, whose tile the last dq has left
     ring.advance();
     wait_full();
     load_operand(r_dout);
@@ -132,7 +132,8 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       sum += __shfl_xor_sync(~0u, sum, 2);
     }
     ring.advance();
-    // Their slots are released when a product has waited for them: ptxas lets an arrival pass before loads have come.
+    // The slots of q, dout and out are released after a product has waited for the loads: ptxas may move an arrival
+    // ahead of loads that are not complete.
     bool releases_queries = true;
     const auto release_queries = [&] {
       for (int i = 0; i < 3; ++i) arrive(&shared.empty[(first_slot + i) % kSlots]);
@@ -146,7 +147,7 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       const bool exists = query < p.seq_q;
       const float lse = exists ? __ldg(p.lse + item.row(p) + query) : -INFINITY;
       if (exists && p.dlse != nullptr) delta[r] -= __ldg(p.dlse + item.row(p) + query);
-      bases[r] = base_of_lse(lse);  // then every P is 0
+      bases[r] = base_of_lse(lse);  // -inf makes every P 0
       if (lane % 4 == 0) {
         float* g_rows = p.rows + static_cast<int64_t>(index) * 2 * kBlock + row + 8 * r;
         g_rows[0] = bases[r], g_rows[kBlock] = delta[r];

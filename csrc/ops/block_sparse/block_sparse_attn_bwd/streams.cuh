@@ -1,5 +1,11 @@
-// What the two kernels of the gradients share. Each has two warpgroups that compute, with blocks and slots of their
-// own, and a warp that copies for each of them.
+// Common to both gradient kernels. Warp specialization: two streams, each a compute warpgroup with blocks and a ring
+// buffer of its own and a producer warp.
+//
+//   role     threads                     registers  does                      waits on            signals
+//   compute  warpgroups 0, 1             232        its stream's gradients    full; dk also       empty; dk also
+//                                                                             item_full           item_empty
+//   copy     warps 0, 1 of warpgroup 2   40         takes blocks, loads them  empty; dk also      full; dk also
+//                                                   (TMA)                     item_empty          item_full
 #pragma once
 
 #include "ops/block_sparse/lists.cuh"
@@ -23,14 +29,14 @@ inline constexpr int kComputeRegisters = 232, kCopyRegisters = 40, kStartRegiste
 template <int kColumns>
 using Tile = Bf16[kBlock * kColumns];
 
-// The next of blocks that nobody has taken. By a warp.
+// Takes the next block from a global counter. Run by one warp.
 __device__ __forceinline__ int take(int* taken, int lane) {
   int index = 0;
   if (lane == 0) index = atomicAdd(taken, 1);
   return __shfl_sync(~0u, index, 0);
 }
 
-// 64 x 64 accumulators to operands of the next product.
+// Converts a 64 x 64 accumulator fragment to an A operand of the next product.
 template <class Scores, class Fragment>
 __device__ __forceinline__ void to_operand(const Scores& r_s, Fragment& r_operand) {
   auto& pairs = *reinterpret_cast<uint32_t (*)[sizeof(r_s) / 8]>(r_operand.data());
@@ -38,7 +44,7 @@ __device__ __forceinline__ void to_operand(const Scores& r_s, Fragment& r_operan
   for (int i = 0; i < r_s.size() / 2; ++i) pairs[i] = pack_bf16(r_s(2 * i), r_s(2 * i + 1));
 }
 
-// One role a warpgroup: compute(stream, thread) or copy(stream, lane).
+// Runs one role per warpgroup: compute(stream, thread) or copy(stream, lane).
 template <class Streams, class Compute, class Copy>
 __device__ __forceinline__ void run_roles(Streams& streams, const Compute& compute, const Copy& copy) {
   const int thread = threadIdx.x % kWarpgroupThreads;

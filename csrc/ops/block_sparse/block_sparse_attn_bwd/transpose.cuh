@@ -1,5 +1,5 @@
-// Lists of keys by query block become lists of queries by key block. A CTA has some blocks of keys of one head: its
-// warps, each with a run of query blocks, count who lists them, and once they know where theirs begin, write in order.
+// Transposes lists of keys by query block into lists of queries by key block. A CTA has some key blocks of one head.
+// Each warp, with a run of query blocks, counts who lists them and, once its offsets are known, writes in order.
 #pragma once
 
 #include "ops/block_sparse/lists.cuh"
@@ -11,11 +11,11 @@ using namespace dsa::block_sparse;
 using namespace dsa::sm90;
 
 inline constexpr int kTransposeWarps = 32, kTransposeThreads = kTransposeWarps * kWarpThreads;
-inline constexpr int kRange = 64;  // blocks of keys of a CTA
+inline constexpr int kRange = 64;  // key blocks per CTA
 
 constexpr int ranges(int kv_blocks) { return (kv_blocks + kRange - 1) / kRange; }
 
-// Calls found(row, id) for the visible blocks that rows [begin, end) of a head list, row by row. By a warp.
+// Calls found(row, id) for the visible blocks that rows [begin, end) of a head list, row by row. Run by one warp.
 template <class Found>
 __device__ __forceinline__ void for_listed_blocks(const Params& p, Item item, int begin, int end, const Found& found) {
   constexpr int kAhead = 4;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void for_listed_blocks(const Params& p, Item item, in
 }
 
 __global__ void __launch_bounds__(kTransposeThreads, 1) transpose_kernel(const __grid_constant__ Params p) {
-  __shared__ int places[kTransposeWarps][kRange];  // counts, then where the next entry of a warp goes
+  __shared__ int places[kTransposeWarps][kRange];  // counts, then the index of a warp's next entry
   __shared__ int sums[kRange];
   __shared__ int before;  // entries of blocks below the range
   if (blockIdx.x == 0 && threadIdx.x < 2) p.taken[threadIdx.x] = 0;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kTransposeThreads, 1) transpose_kernel(const _
     if (first_block + threadIdx.x == p.kv_blocks - 1) g_offsets[1] = place;
   }
   __syncthreads();
-  // A block that a row lists twice takes two places, which of them for which does not matter.
+  // A block that a row lists twice takes two entries; their order does not matter.
   for_listed_blocks(p, head, first_row(warp), first_row(warp + 1), [&](int row, int id) {
     if (is_visible(id - first_block, kRange)) g_listing[atomicAdd(&places[warp][id - first_block], 1)] = row;
   });

@@ -1,4 +1,4 @@
-// Joins the parts of query blocks whose lists were cut: out = sum_i 2^(lse_i - lse) out_i.
+// Split-KV: combines the parts of query blocks whose lists were split: out = sum_i 2^(lse_i - lse) out_i.
 #pragma once
 
 #include "ops/block_sparse/lists.cuh"
@@ -14,7 +14,7 @@ using namespace dsa::block_sparse;
 inline constexpr int kCombineWarps = 8;  // they share the parts of a row
 inline constexpr int kCombineThreads = kCombineWarps * sm90::kWarpThreads;
 
-// A CTA for each row.
+// One CTA per row.
 template <int kColumns>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Params p) {
   constexpr int kOfLane = kColumns / sm90::kWarpThreads;

@@ -1,8 +1,17 @@
-// Block-sparse attention, forward. Three warpgroups compute, each with query blocks and a ring of slots of its own, so
-// that while one waits the others keep the tensor cores busy; three warps copy, one for each of them. Through a ring go
-// the queries of a piece of work, then keys and values of each listed block in turn, then a mark, whose tile takes the
-// output on its way to memory. The lists of the last round are shared by the three, which then join their results.
-// docs/block_sparse_attn.md has the maths.
+// Block-sparse attention, forward. Math: docs/block_sparse/block_sparse_attn.md.
+//
+// Warp specialization: three streams, each a compute warpgroup with query blocks and a ring buffer of its own and a
+// producer warp. Who does what:
+//
+//   role     threads                        registers  does                                      waits on   signals
+//   compute  warpgroups 0, 1, 2             160        S = Q K^T, online softmax, O += P V       full       empty
+//                                                      end of a piece: stores O and lse
+//                                                      shared list: joins with the other two     named barriers
+//   copy     warps 0, 1, 2 of warpgroup 3   32         loads Q, listed K and V blocks (TMA)      empty      full
+//
+// While one stream waits, the others keep the tensor cores busy. Through a ring pass the queries of a piece of work,
+// then keys and values of each listed block in turn, then an end marker (mark), whose tile stages the output on its way
+// to global memory. In the last round, the three streams of a CTA share lists and then join their results.
 #pragma once
 
 #include "ops/block_sparse/lists.cuh"
@@ -25,14 +34,14 @@ using namespace dsa::sm90;
 
 inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;
 inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
-// A block of at most so many valid keys is short: the product with its values leaves out the rows behind.
+// A block of at most so many valid keys is short: the product with its values skips the rows after them.
 inline constexpr int kShortBlock = kBlock - 16;
 
-// The end of a piece: whose it was, and what becomes of the result.
+// The end of a piece: its query block, and what becomes of the result.
 struct Mark {
   int block, head, batch;
   int is_shared;     // by the streams of the CTA
-  int partial_slot;  // of a result that is not the whole one, or -1
+  int partial_slot;  // of a result that is only a part, else -1
 };
 
 template <int kColumns>
@@ -40,16 +49,16 @@ struct Stream {
   static constexpr int kSlots = 4 * 128 / kColumns;
 
   alignas(1024) Bf16 tiles[kSlots][kBlock * kColumns];
-  int keys[kSlots];  // valid ones of the block; 0 at a mark
+  int keys[kSlots];  // valid keys of the block; 0 at an end marker
   Mark marks[kSlots];
   uint64_t full[kSlots], empty[kSlots];
-  float offsets[kBlock], sums[kBlock];  // of its part of a list that is shared
+  float offsets[kBlock], sums[kBlock];  // this stream's part of a shared list
 };
 
 template <int kColumns>
 struct SharedStorage {
   Stream<kColumns> streams[kStreams];
-  float4 joined[kColumns / 8][kWarpgroupThreads];  // accumulators of a shared list, as a thread has them
+  float4 joined[kColumns / 8][kWarpgroupThreads];  // accumulators of a shared list, in fragment order
 };
 
 template <int kColumns>
@@ -104,11 +113,11 @@ __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, 
   send_mark({});
 }
 
-// Joins what the streams of the CTA have of one query block, in a fixed order; true for the stream that then has it.
+// Joins the CTA's streams' results of one query block, in a fixed order; returns true for the stream that then has it.
 template <int kColumns, class Out>
 __device__ __forceinline__ bool join_team(SharedStorage<kColumns>& shared, Softmax& softmax, Out& r_out, int stream,
                                           int thread) {
-  constexpr int kJoinBarrier = kStreams + 1;  // and those behind it, between neighbours
+  constexpr int kJoinBarrier = kStreams + 1;  // and the ones after it, between neighboring streams
   const int lane = thread % kWarpThreads, first_row = thread / kWarpThreads * 16 + lane / 4;
   if (lane % 4 == 0) {
     for (int r = 0; r < 2; ++r) {
@@ -129,7 +138,7 @@ __device__ __forceinline__ bool join_team(SharedStorage<kColumns>& shared, Softm
 #pragma unroll
     for (int i = 2 * r; i < r_out.size(); i += 4) r_out(i) *= factor, r_out(i + 1) *= factor;
   }
-  sync_threads(kJoinBarrier, kStreams * kWarpgroupThreads);  // all have read what the next list will overwrite
+  sync_threads(kJoinBarrier, kStreams * kWarpgroupThreads);  // all have read what the next list overwrites
   if (stream + 1 < kStreams) {
     sync_threads(kJoinBarrier + 1 + stream, 2 * kWarpgroupThreads);
 #pragma unroll
@@ -169,7 +178,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
   const auto release_behind = [&](int slots) { arrive(&shared.empty[(ring.slot + kSlots - slots) % kSlots]); };
   const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
   wait_full();
-  ring.advance();  // always one behind a mark
+  ring.advance();  // a piece always follows an end marker
   for (;;) {
     wait_full();
     if (shared.keys[ring.slot] == 0) break;  // no further piece
@@ -179,8 +188,9 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
     warpgroup_fence_operand(r_q);
     ring.advance();
     if (thread == 0) tma_store_wait_read();
-    release_behind(2);  // the mark, from which the last output has gone
-    // Their slot is released when a product has waited for them: ptxas lets an arrival pass before loads have come.
+    release_behind(2);  // the end marker, whose tile the last output has left
+    // The slot of Q is released after a product has waited for the loads: ptxas may move an arrival ahead of loads that
+    // are not complete.
     const auto release_queries = [&] { release_behind(1); };
 
     clear(r_out);
@@ -194,7 +204,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
       }
       const auto r_k = score_mma.get_slice(thread).partition_fragment_B(
           make_tensor(make_smem_ptr(shared.tiles[ring.slot]), RowsByColumns<kColumns>{}));
-      // Once, and once again where the maximum has to move: the probabilities take the scores' registers.
+      // Once, and once more if the maximum has to move: the probabilities overwrite the scores' registers.
       for (bool again = false;; again = true) {
         warpgroup_fence_operand(r_s);
         warpgroup_arrive();
@@ -205,7 +215,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
           score_mma.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
-        // While the product runs. The barrier in `add` comes before the use.
+        // Overlaps with the product. The barrier in `add` comes before the use.
         if (keys < kBlock) {
           auto values = ring;
           values.advance();
@@ -253,7 +263,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
     Bf16* s_out = shared.tiles[ring.slot];
     ring.advance();
     softmax.finish(p.scale_log2);
-    if constexpr (kColumns == 64) use_operand(r_q);  // with 128, no register is free, and ptxas keeps them as it is
+    if constexpr (kColumns == 64) use_operand(r_q);  // with 128 no register is free, and ptxas keeps them anyway
     if (read_for_warp(mark.is_shared) && !join_team(team, softmax, r_out, own_barrier() - 1, thread)) continue;
     const float shares[2] = {softmax.share(0), softmax.share(1)};
 #pragma unroll
@@ -302,7 +312,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     let_next_kernel_start();
   }
   __syncthreads();
-  // Workers of one CTA are far apart, so that what is left at the end is spread over the chip.
+  // The workers of one CTA are far apart in the order of blocks, so that the rest at the end is spread over the GPU.
   if (warpgroup < kStreams) {
     set_registers<kComputeRegisters, kStartRegisters>();
     compute(shared.streams[warpgroup], shared, p, out_map, thread);

@@ -1,4 +1,4 @@
-// Chooses the instance and launches.
+// Selects the template instance and launches.
 #include "combine.cuh"
 #include "kernel.cuh"
 #include "ops/block_sparse/tensor_maps.h"

@@ -1,4 +1,5 @@
-// dsa::block_sparse_attn_fwd on CUDA: argument checks, allocation, launch. docs/block_sparse_attn.md has the maths.
+// dsa::block_sparse_attn_fwd on CUDA: argument checks, allocation, launch. Math:
+// docs/block_sparse/block_sparse_attn.md.
 #include <cmath>
 #include <cstdint>
 #include <optional>

@@ -1,4 +1,4 @@
-// What crosses from the host to the kernel. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include "ops/block_sparse/block_sparse_attn_fwd/plan.h"
@@ -7,11 +7,11 @@
 namespace dsa::block_sparse_attn_fwd {
 
 struct Params : block_sparse::Problem {
-  block_sparse::Heads out;  // as q
+  block_sparse::Heads out;  // like q
   float* lse;               // [batch, heads, seq_q], contiguous
   Plan plan;
-  float* partial_out;  // [2 teams, kBlock, columns] where lists have parts, else null
-  float* partial_lse;  // [2 teams, kBlock], in units of log 2, or null
+  float* partial_out;  // [2 teams, kBlock, columns] if lists are split, else null
+  float* partial_lse;  // [2 teams, kBlock], base-2 logarithms, or null
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

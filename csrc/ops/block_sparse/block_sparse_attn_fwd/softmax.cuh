@@ -1,4 +1,4 @@
-// Scores to probabilities, and the sums of rows.
+// Online softmax: from scores to probabilities, and the row sums.
 #pragma once
 
 #include <limits>
@@ -11,18 +11,18 @@ namespace dsa::block_sparse_attn_fwd {
 
 using namespace dsa::sm90;
 
-// Two rows of a lane. Exponentials of scores, in units of log 2, are taken relative to the maximum of the first block
-// that is seen, which follows only when a sum grows beyond 2^40. Until then fp32 and bf16 bear it as well as if it were
-// that of all. Where it is large it is subtracted from the scores before they are scaled, and followed at each block.
+// Softmax state of a lane's two rows. Base-2 exponentials of scores are relative to a running maximum: that of the
+// first block, which moves only when a sum exceeds 2^40. Until then fp32 and bf16 are as accurate as with the true
+// maximum. A large maximum is subtracted from the scores before they are scaled, and updated at every block.
 struct Softmax {
-  static constexpr float kNone = std::numeric_limits<float>::lowest();  // no score yet, or -inf alone
+  static constexpr float kNone = std::numeric_limits<float>::lowest();  // no score yet, or only -inf
 
-  float top[2] = {kNone, kNone}, sum[2] = {};  // `sum` is of the lane's columns
-  float base[2];                               // minus the scaled maximum, unless it has been subtracted
+  float top[2] = {kNone, kNone}, sum[2] = {};  // sum: of the lane's columns
+  float base[2];                               // minus the scaled maximum; 0 if that has been subtracted already
   bool is_first = true;
-  bool moves = true;  // the maximum, before a block is added; the same for all of a warp
+  bool moves = true;  // whether the maximum is updated before each block; uniform in a warp
 
-  // To that of these scores, if it is higher; the output follows.
+  // Moves the maximum up to that of these scores, and rescales the output.
   template <class Scores, class Out>
   __device__ __forceinline__ void move_top(Scores& r_s, Out& r_out, float scale_log2) {
     float best[2] = {top[0], top[1]};
@@ -48,8 +48,8 @@ struct Softmax {
     for (int i = 0; i < r_s.size(); ++i) r_s(i) -= top[i / 2 % 2];
   }
 
-  // Scores to probabilities, as operands. False where the maximum has to move first, unless it just has; then nothing
-  // is added.
+  // Converts scores to probabilities, as operands, and adds them up. Returns false, and adds nothing, if the maximum
+  // has to move first, unless it just has.
   template <class Scores>
   __device__ __forceinline__ bool add(const Scores& r_s, uint32_t* pairs, float scale_log2, bool has_moved,
                                       int barrier) {
@@ -68,7 +68,7 @@ struct Softmax {
     return true;
   }
 
-  // Over all columns, once all are through. What the sums are relative to is then in units of log 2.
+  // After the last block: sums over all columns; `top` becomes a base-2 logarithm.
   __device__ __forceinline__ void finish(float scale_log2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -1,8 +1,19 @@
-// Attention of blocks of 64 queries to all keys, forward, and the means of its probabilities over each block. Three
-// warpgroups compute; a warp copies. An item is three blocks of a head, one for each warpgroup, which all read every
-// tile of keys, or one block, whose tiles go to the three in turn. Tiles come through one ring, in two sweeps: keys,
-// for the sums of the exponentials; then keys and values in turn, for probabilities that need no further scaling.
-// docs/coarse_attn.md has the maths.
+// Dense attention of blocks of 64 queries to all keys, forward, and the mean of its probabilities over each block.
+// Math: docs/block_sparse/coarse_attn.md.
+//
+// Warp specialization. Who does what (group g is warpgroup g):
+//
+//   role     threads                registers  does                             waits on          signals
+//   compute  warpgroups 0, 1, 2     160        sweep 1: S = Q K^T, sums of      queries_full[g],  empty,
+//                                              exponentials                     full              queries_empty[g]
+//                                              sweep 2: P, means, O += P V      full              empty
+//                                              shared item: joins the parts     named barrier
+//   copy     1 thread, warpgroup 3  32         loads queries (TMA)              queries_empty[g]  queries_full[g]
+//                                              loads keys and values (TMA)      empty             full
+//
+// An item is three query blocks of a head, one per warpgroup, which all read every tile of keys; or one block, whose
+// tiles the three take in turn (shared item). Tiles pass through one ring buffer in two sweeps: keys, for the sums of
+// the exponentials; then keys and values in turn, for probabilities that need no further scaling.
 #pragma once
 
 #include <limits>
@@ -24,13 +35,13 @@ using namespace dsa::sm90;
 
 inline constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
 inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
-inline constexpr int kGroupsBarrier = 1 + kGroups;  // of all that compute; 1, 2, 3 are each one's own
+inline constexpr int kGroupsBarrier = 1 + kGroups;  // of all compute warpgroups; 1, 2, 3 are their own
 
-// In units of log 2: from here on the rounding of a log-sum-exp would show in probabilities.
+// As a base-2 logarithm: from here on the rounding of a log-sum-exp would show in probabilities.
 inline constexpr float kLargeLse = 0x1p8f;
 
-// (score - top) * scale, for scores up to `top`. Where the scaled top is large the difference comes first, so that no
-// product is rounded; else the product, so that the difference cannot overflow.
+// (score - top) * scale, for scores up to `top`. If the scaled top is large, the difference is taken first, so that no
+// product is rounded; otherwise the product, so that the difference cannot overflow.
 struct Exponent {
   float factor, offset, scale;
 
@@ -39,11 +50,11 @@ struct Exponent {
     if (!(fabsf(offset) <= kLargeLse)) factor = 1.f, offset = -top, scale = scale_log2;
   }
   __device__ __forceinline__ float operator()(float score) const { return fmaf(score, factor, offset) * scale; }
-  // Of another top, whose product is rounded as it was in the exponents that are relative to it.
+  // For another top, whose product is rounded as it was in the exponents relative to it.
   __device__ __forceinline__ float of_top(float top) const { return (__fmul_rn(top, factor) + offset) * scale; }
 };
 
-// Exponentials of a row relative to its largest score so far, or to one of before as long as fp32 bears it.
+// Sum of a row's exponentials, relative to its largest score so far, or to an earlier one while fp32 allows it.
 struct RowSum {
   float top, sum;
 
@@ -51,7 +62,7 @@ struct RowSum {
     sum *= exp2_fast(Exponent(next, scale_log2).of_top(top));
     top = next;
   }
-  // Over the four lanes of a row.
+  // Combines the four lanes of a row.
   __device__ __forceinline__ void add_lanes(float scale_log2) {
     float best = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
@@ -67,19 +78,19 @@ struct SharedStorage {
 
   alignas(1024) Bf16 tiles[kSlots][kBlock * kColumns];
   Bf16 queries[kGroups][kBlock * kColumns];
-  union {  // on their way: to global memory, and, of a shared item, to the first warpgroup
+  union {  // staging: of O to global memory, and of a shared item's parts to the first warpgroup
     Bf16 out[kGroups][kBlock * kColumns];
     float partial_out[kGroups - 1][kBlock * kColumns / kWarpgroupThreads][kWarpgroupThreads];
   };
   RowSum row_sums[kGroups][kBlock];                           // of a shared item
-  float large_tops[kGroups][kBlock];                          // what scores of some warps are reduced by
-  float column_sums[kGroups][2][kWarpsPerWarpgroup][kBlock];  // of tiles in turn
+  float large_tops[kGroups][kBlock];                          // subtracted from the scores of some warps
+  float column_sums[kGroups][2][kWarpsPerWarpgroup][kBlock];  // double-buffered by tile
   uint64_t full[kSlots], empty[kSlots], queries_full[kGroups], queries_empty[kGroups];
 };
 
 struct Item {
   int first, head, batch;
-  bool is_shared;  // one block, whose tiles of keys are shared out
+  bool is_shared;  // one block, whose tiles of keys the groups divide
 
   __device__ __forceinline__ Item(const Params& p, int index) {
     const int triples = p.triples * p.heads * p.batch;
@@ -94,7 +105,7 @@ struct Item {
   __device__ __forceinline__ bool has_tile(int group, int tile) const { return !is_shared || tile % kGroups == group; }
 };
 
-// By one thread.
+// Producer. Run by one thread.
 template <int kColumns>
 __device__ __forceinline__ void copy(SharedStorage<kColumns>& shared, const Params& p, const CUtensorMap& q_map,
                                      const CUtensorMap& k_map, const CUtensorMap& v_map) {
@@ -120,7 +131,7 @@ __device__ __forceinline__ void copy(SharedStorage<kColumns>& shared, const Para
 
 inline constexpr RowSum kNoKeys{std::numeric_limits<float>::lowest(), 0.f};
 
-// Adds what the lane across has; each keeps one half of the 2 kHalf columns.
+// Adds the values of the lane across; each lane keeps one half of the 2 kHalf columns.
 template <int kHalf>
 __device__ __forceinline__ void add_rows_across(float (&r)[kBlock / 4], int lane) {
   const bool is_upper = lane & kHalf * 2;
@@ -139,7 +150,7 @@ __device__ __forceinline__ float2 sum_rows(float (&r)[kBlock / 4], int lane) {
   return {r[0], r[1]};
 }
 
-// All that compute.
+// Synchronizes all compute warpgroups.
 __device__ __forceinline__ void sync_groups() { sync_threads<kGroupsBarrier, kGroups * kWarpgroupThreads>(); }
 
 template <int kColumns>
@@ -162,8 +173,8 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     if (lane == 0) arrive(&shared.empty[ring.slot]);
     ring.advance();
   };
-  // Scores of the tile that has come, which is given back. With kReduced they are less the rows' tops. That and the
-  // last tile's end are rare, and share a branch.
+  // Scores of the current tile; releases it. kReduced (subtract the rows' tops) and the last tile's end, both rare,
+  // share a branch.
   constexpr int kPlain = kBlock, kReduced = INT_MAX;
   const auto score = [&](int tile, int kind) {
     const auto r_k = score_mma.get_slice(thread).partition_fragment_B(
@@ -211,7 +222,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       rows[r].move_top(best, p.scale_log2);
     }
   };
-  // Adds the scores of a tile to the rows' sums, without a look for a new top as long as sums do not grow much.
+  // Adds a tile's scores to the row sums, without looking for a new top as long as the sums do not grow much.
   const auto add_scores = [&](RowSum(&rows)[2]) {
     constexpr float kLimit = 0x1p40f;
     if (!(rows[0].sum > 0.f && rows[1].sum > 0.f)) raise_tops(rows);
@@ -252,12 +263,12 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       score(tile, kPlain);
       add_scores(rows);
     }
-    // Not before a product has waited for them: ptxas lets an arrival pass before loads have come.
+    // Only after a product has waited for the loads: ptxas may move an arrival ahead of loads that are not complete.
     if (lane == 0) arrive(&shared.queries_empty[group]);
 
     const int first_row = warp * 16 + lane / 4, block = item.block(group);
     for (RowSum& row : rows) row.add_lanes(p.scale_log2);
-    if (thread == 0) tma_store_wait_read();  // long done: of the last item
+    if (thread == 0) tma_store_wait_read();  // of the previous item; long complete
     if (item.is_shared) {
       if (lane % 4 == 0) {
         for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = rows[r];
@@ -276,8 +287,8 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     }
     const int64_t head_row = static_cast<int64_t>(item.batch) * p.heads + item.head;
     const bool is_writer = !item.is_shared || group == 0;
-    // Exponents of probabilities, in units of log 2, are scaled scores less lse. Where that is large for a row, the
-    // warp's scores are reduced by the rows' tops before they are scaled.
+    // Base-2 exponents of probabilities are scaled scores minus lse. If lse is large in a row, the warp's scores are
+    // reduced by the rows' tops before they are scaled.
     float lse[2];
     for (int r = 0; r < 2; ++r) {
       const int query = block * kBlock + first_row + 8 * r;
@@ -293,7 +304,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       __syncwarp();
     }
     for (int r = 0; r < 2; ++r) {
-      if (block * kBlock + first_row + 8 * r >= p.seq_q) lse[r] = INFINITY;  // what is behind has no weight
+      if (block * kBlock + first_row + 8 * r >= p.seq_q) lse[r] = INFINITY;  // rows after the last query have no weight
     }
 
     const float query_share = 1.f / min(kBlock, p.seq_q - block * kBlock);
@@ -351,7 +362,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       }
       sync_warpgroup(1);
     }
-    // The last item's copy has been waited for; its place, or that of the parts, is now free.
+    // The previous item's store has been waited for, so the staging memory is free.
     store_block<kColumns>(&out_map, shared.out[group], item.head, block * kBlock, item.batch, r_out, thread);
   }
   if (thread == 0) tma_store_wait_read();

@@ -1,4 +1,4 @@
-// Chooses the instance and launches.
+// Selects the template instance and launches.
 #include <algorithm>
 
 #include "kernel.cuh"

@@ -1,4 +1,4 @@
-// dsa::coarse_attn_fwd on CUDA: argument checks, allocation, launch. docs/coarse_attn.md has the maths.
+// dsa::coarse_attn_fwd on CUDA: argument checks, allocation, launch. Math: docs/block_sparse/coarse_attn.md.
 #include <cmath>
 #include <cstdint>
 #include <optional>

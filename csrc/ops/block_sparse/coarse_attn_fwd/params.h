@@ -1,18 +1,18 @@
-// What crosses from the host to the kernel. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include "ops/block_sparse/params.h"
 
 namespace dsa::coarse_attn_fwd {
 
-inline constexpr int kGroups = 3;  // warpgroups that compute
+inline constexpr int kGroups = 3;  // compute warpgroups
 
 struct Params : block_sparse::Problem {
-  block_sparse::Heads out;  // as q
+  block_sparse::Heads out;  // like q
   float* lse;               // [batch, heads, seq_q], contiguous
   float* scores;            // [batch, heads, q_blocks, seq_kv], contiguous
 
-  // Of each head, these blocks are taken together, one by each warpgroup; keys of the others are shared out.
+  // Per head: triples of blocks, one block per warpgroup; the keys of each remaining block are divided among the three.
   int triples;
 
   constexpr int singles() const { return q_blocks - kGroups * triples; }

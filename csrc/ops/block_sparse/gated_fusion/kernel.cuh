@@ -1,6 +1,7 @@
-// out = s fine + (1 - s) coarse, s = sigmoid(gate) of a row, and the gradients of that.
+// out = s fine + (1 - s) coarse, s = sigmoid(gate) of a row, and its gradients.
 //
-// A thread takes 16 bytes of each of kRowsOfThread rows, all of which are under way before the first is used.
+// No warp specialization: a thread has 16 bytes of each of kRowsOfThread rows, all loads issued before the first is
+// used.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,11 +20,11 @@ struct alignas(16) Piece {
   uint32_t pairs[4];
 };
 
-// How a CTA is cut.
+// How a CTA is divided.
 template <int kColumns>
 struct Shape {
-  static constexpr int kPieces = kColumns / 8;            // of a row
-  static constexpr int kRowsAtOnce = kThreads / kPieces;  // of a CTA
+  static constexpr int kPieces = kColumns / 8;            // per row
+  static constexpr int kRowsAtOnce = kThreads / kPieces;  // per CTA
   static constexpr int kRows = kRowsAtOnce * kRowsOfThread;
 };
 
@@ -43,7 +44,7 @@ struct Place {
   }
 };
 
-// Where the rows of this thread are. Those beyond the last are the last one again.
+// The rows of this thread. Rows after the last one are clamped to it.
 template <int kColumns>
 __device__ __forceinline__ Place place_of(const Inputs& in, int i) {
   using Cta = Shape<kColumns>;
@@ -51,7 +52,7 @@ __device__ __forceinline__ Place place_of(const Inputs& in, int i) {
   return {in, min(row, in.rows - 1)};
 }
 
-// s and 1 - s, both to all their digits.
+// s and 1 - s, both to full precision.
 struct Shares {
   float fine, coarse;
 

@@ -1,5 +1,5 @@
-// dsa::gated_fusion_fwd and its gradients on CUDA: argument checks, allocation, launch. docs/gated_fusion.md has the
-// maths.
+// dsa::gated_fusion_fwd and its gradients on CUDA: argument checks, allocation, launch. Math:
+// docs/block_sparse/gated_fusion.md.
 #include <cstdint>
 #include <tuple>
 #include <utility>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr char kForward[] = "dsa::gated_fusion_fwd", kBackward[] = "dsa::gated_fusion_bwd";
 
-// Everything that needs no device, so that it is tested without one.
+// All checks that need no device, so that they are tested without one.
 void check_inputs(const char* op, const Tensor& fine, const Tensor& coarse, const Tensor& gate) {
   check_tensor(op, "fine", fine, ScalarType::BFloat16, {{"B"}, {"H"}, {"N"}, {"D"}});
   const Dim batch{"B", fine.size(0)}, heads{"H", fine.size(1)}, positions{"N", fine.size(2)};
@@ -27,7 +27,7 @@ void check_inputs(const char* op, const Tensor& fine, const Tensor& coarse, cons
   check_same_device(op, "gate", gate, "fine", fine);
 }
 
-// Rows go by in the order in which `fine` has them in memory.
+// Rows are taken in the order that `fine` has in memory.
 bool heads_are_inner(const Tensor& fine) { return fine.stride(1) < fine.stride(2); }
 
 Heads rows_of(const Tensor& tensor, bool swap) {

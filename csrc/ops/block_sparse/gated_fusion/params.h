@@ -1,4 +1,4 @@
-// What crosses from the host to the kernels. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include "ops/block_sparse/params.h"
@@ -7,12 +7,12 @@ namespace dsa::gated_fusion {
 
 using block_sparse::Heads;
 
-// Heads and positions are alike to the kernels: they may have changed places in all that is here.
+// The kernels treat heads and positions alike: the two may be swapped in all tensors below.
 struct Inputs {
   Heads fine, coarse;  // bf16 [batch, heads, positions, columns]
   Heads gate;          // bf16 or fp32 [batch, heads, positions]
   unsigned heads, positions, rows, columns;
-  int device;  // index of the one that runs the kernel
+  int device;  // CUDA device index
   bool gate_is_bf16;
 };
 
@@ -23,7 +23,7 @@ struct Forward {
 
 struct Backward {
   Inputs in;
-  Heads dout, dfine, dcoarse, dgate;  // like what they are gradients of
+  Heads dout, dfine, dcoarse, dgate;  // like the tensors that they are gradients of
 };
 
 // Launch on `stream` (a cudaStream_t). Return null, or a text that says what failed.

@@ -1,8 +1,9 @@
-// y = e4m3(x / s), s = max(amax of 128 columns, 1e-4) / 448. docs/fp8.md has the definition.
+// y = e4m3(x / s), s = max(amax of 128 columns, 1e-4) / 448. Definition: docs/fp8/act_quant.md.
 //
-// A warp has a part of a row, and a lane 16 bytes of each of kPieces runs of it, all of which are under way before the
-// first is used. A block's lanes find its largest magnitude by shuffles. Scales of a CTA's rows go by way of shared
-// memory, since those of one column of blocks are neighbours.
+// No warp specialization: a warp quantizes a part of one row. Each lane loads 16 bytes of each of kPieces runs of it,
+// all issued before the first is used. The lanes of a block find its largest magnitude by shuffles. The scales of a
+// CTA's rows are stored through shared memory, because those of one column of blocks are adjacent in global memory.
+// Programmatic dependent launch (PDL): waits for the preceding kernel before the first load.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,14 +22,14 @@ namespace dsa::act_quant {
 
 using sm90::kWarpThreads, sm90::Piece;
 
-inline constexpr int kRows = 16, kThreads = kRows * kWarpThreads;  // a warp a row
+inline constexpr int kRows = 16, kThreads = kRows * kWarpThreads;  // one warp per row
 inline constexpr int kPieces = 4;
 inline constexpr float kSmallest = 1e-4f, kLargest = 448.f;
 
-// How a CTA's part of its rows is cut.
+// How a CTA's part of its rows is divided.
 template <class Input>
 struct Shape {
-  static constexpr int kElements = 16 / sizeof(Input);  // of a piece
+  static constexpr int kElements = 16 / sizeof(Input);  // per piece
   static constexpr int kLanes = kBlock / kElements;     // that share a block
   static constexpr int kColumns = kPieces * kWarpThreads * kElements;
   static constexpr int kBlocks = kColumns / kBlock;
@@ -46,7 +47,7 @@ __device__ __forceinline__ void to_floats(const Piece& piece, float (&values)[4]
   for (int i = 0; i < 4; ++i) values[i] = __uint_as_float(piece.words[i]);
 }
 
-// The largest magnitude, as bits, which order as magnitudes do, and NaN is the largest.
+// The largest magnitude, as bits: these have the order of magnitudes, with NaN the largest.
 template <int kElements>
 __device__ __forceinline__ uint32_t largest_of(const Piece& piece) {
   uint32_t largest = 0;
@@ -57,11 +58,11 @@ __device__ __forceinline__ uint32_t largest_of(const Piece& piece) {
   return kElements == 8 ? max(largest << 16, largest & 0xffff0000u) : largest;
 }
 
-// What divides by b as IEEE 754 rounds it: with r = 1 / b rounded, a r and a step of Newton (Markstein, "Computation of
+// Divides by b with IEEE 754 rounding: with r = 1 / b rounded, a r and one Newton step (Markstein, "Computation of
 // elementary functions on the IBM RISC System/6000 processor"), a fraction of the instructions of a division and none
 // of its branches. For b between 2^-126 and 2^126, infinite or NaN.
 struct Divisor {
-  float finite, reciprocal;  // b, or a zero that takes the step away
+  float finite, reciprocal;  // finite: b, or 0, which cancels the Newton step
 
   __device__ __forceinline__ explicit Divisor(float b) : finite(isfinite(b) ? b : 0.f) {
     const float estimate = sm90::reciprocal_fast(b);
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kPieces; ++i) {
     pieces[i] = column(i) < width ? *reinterpret_cast<const Piece*>(g_x + column(i)) : Piece{};
   }
-  __syncwarp();  // or the compiler would put loads off until the piece before them has been used, to save registers
+  __syncwarp();  // otherwise the compiler delays loads until the piece before has been used, to save registers
   auto* g_y = static_cast<char*>(p.y) + row * p.columns + first_column;
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {

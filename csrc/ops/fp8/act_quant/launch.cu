@@ -1,4 +1,4 @@
-// Chooses the instance and launches.
+// Selects the template instance and launches.
 #include "kernel.cuh"
 #include "params.h"
 #include "sm90/launch.h"

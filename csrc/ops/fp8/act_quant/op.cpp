@@ -1,4 +1,4 @@
-// dsa::act_quant on CUDA: argument checks, allocation, launch. docs/fp8.md has the definition.
+// dsa::act_quant on CUDA: argument checks, allocation, launch. Definition: docs/fp8/act_quant.md.
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -19,13 +19,13 @@ void check_inputs(const Tensor& x, int64_t block) {
   DSA_CHECK(block == kBlock, kOp, ": block must be 128, got ", block);
 }
 
-// The dimensions of `x` but the last, as one of rows: itself where one stride steps through them all and the kernel can
-// read its rows, else a copy.
+// `x` as a matrix of rows: a view if one stride steps through all dimensions but the last and the kernel can read the
+// rows, else a copy.
 Tensor as_rows(const Tensor& x, int64_t rows) {
   const int last = static_cast<int>(x.dim()) - 1;
   const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
   bool fits = x.stride(last) == 1 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
-  std::optional<int64_t> step;  // that the next dimension outwards must have
+  std::optional<int64_t> step;  // required of the next outer dimension
   for (int dim = last - 1; dim >= 0; --dim) {
     if (x.size(dim) == 1) continue;
     fits &= (!step || x.stride(dim) == *step) && x.stride(dim) % elements == 0;

@@ -1,4 +1,4 @@
-// What crosses from the host to the kernel. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Params {
   float* scales;       // [columns / kBlock, rows], contiguous
   int64_t row_stride;  // of x, in elements
   int64_t rows, columns;
-  int device;  // index of the one that runs the kernel
+  int device;  // CUDA device index
   bool is_bf16, round_scale;
 };
 

@@ -1,10 +1,18 @@
-// out = a b', e4m3 with block scales, for few rows of a: b is streamed once, and is the left operand of the products,
-// so that its rows meet 8 to 64 rows of a as columns.
+// out = a b^T in e4m3 with block scales, for few rows of a: b is streamed once, as the left (M) operand of wgmma, and 8
+// to 64 rows of a are its N dimension. Math: docs/fp8/fp8_gemm.md.
 //
-// One warp copies the matrices and one their scales, and two warpgroups take blocks of 128 columns in turn, each with
-// sums of its own: one multiplies while the other scales and adds what it has. In the end the second hands its sums to
-// the first through shared memory. Where b has few rows, a cluster shares the columns, and adds up its CTAs' sums
-// through distributed shared memory. All sums are in a fixed order. docs/fp8.md has the maths.
+// Warp specialization without setmaxnreg. Who does what:
+//
+//   role           warps             does                                                      waits on   signals
+//   compute 0, 1   warpgroups 0, 1   every other block of 128 columns: product, scale, add     full       empty
+//                                    end of a tile: team 1 passes its sums to team 0           named barrier
+//                                    with splits > 1: sums over the cluster                    cluster barrier
+//   copy matrices  warp 8, 1 thread  tiles of a and b (TMA)                                    empty      full
+//   copy scales    warp 9            their scales (cp.async)                                   empty      full
+//
+// Each team has its own sums: one multiplies while the other scales and adds. If b has few rows, a cluster splits the
+// columns (split-K) and adds up its CTAs' sums through distributed shared memory. All sums are in a fixed order.
+// Programmatic dependent launch (PDL): all roles wait for the preceding kernel.
 #pragma once
 
 #include <cuda.h>
@@ -33,22 +41,22 @@ inline constexpr int kStages = 10;
 inline constexpr int kTeams = 2;  // warpgroups that compute
 inline constexpr int kComputeThreads = kTeams * kWarpgroupThreads;
 inline constexpr int kThreads = kComputeThreads + 2 * kWarpThreads;
-inline constexpr int kGroup = 8;  // rows of a, with which a lane has four products: of two of them with two rows of b
+inline constexpr int kGroup = 8;  // rows of a in a group, of which a lane has four products: two rows of a by two of b
 static_assert(kStages % kTeams == 0);
 
-// How the work is cut.
+// How the work is split.
 struct Cut {
-  int width, tiles;  // rows of b in a tile, a multiple of 8
-  int splits;        // CTAs of a cluster, which share the columns; a power of two
-  int clusters;      // which take tiles in turn
+  int width, tiles;  // width: rows of b in a tile, a multiple of 8
+  int splits;        // CTAs per cluster, which split the columns; a power of two
+  int clusters;      // they take tiles in turn
 };
 
 template <int kRows>
 struct SharedStorage {
   alignas(1024) Fp8 b[kStages][kTileWidth * kBlock];
   alignas(1024) Fp8 a[kStages][kRows * kBlock];
-  float4 sums[kRows / kGroup][kWarpgroupThreads];        // a lane's of each group
-  float a_scales[kStages][kRows], b_scales[kStages][2];  // of b, of the first and of the last row of a tile
+  float4 sums[kRows / kGroup][kWarpgroupThreads];        // a lane's four of each group
+  float a_scales[kStages][kRows], b_scales[kStages][2];  // b_scales: of the first and the last row of a tile
   uint64_t full[kStages], empty[kStages];
 };
 
@@ -65,7 +73,7 @@ struct Work : Cut {
   }
 };
 
-// By one thread.
+// Producer. Run by one thread.
 template <int kRows>
 __device__ __forceinline__ void copy_matrices(SharedStorage<kRows>& shared, const CUtensorMap& a_map,
                                               const CUtensorMap& b_map, const Work& work) {
@@ -111,7 +119,7 @@ __device__ __forceinline__ void add(float4& sum, const float4& part) {
   sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
 }
 
-// A warp's products of a group with its 16 rows of b, transposed in shared memory, become rows of the output.
+// Transposes a warp's products of a group with its 16 rows of b, in shared memory, into rows of the output.
 struct Transposed {
   uint2* place;  // the warp's, for 8 rows of 16 bf16
   int lane;
@@ -120,7 +128,7 @@ struct Transposed {
     const uint32_t address = shared_address(place) + lane % 8 * 32 + lane / 8 % 2 * 16;
     store_two_matrices_transposed(address, pack_bf16(sums.x, sums.y), pack_bf16(sums.z, sums.w));
   }
-  // A lane has four columns of `row`.
+  // Each lane stores four columns of its row.
   __device__ __forceinline__ void store(const Params& p, const Work& work, int tile, int first_row, int warp) const {
     const int row = first_row + lane / 4, in_tile = warp * 16 + lane % 4 * 4, column = tile * work.width + in_tile;
     const int columns = min(work.width - in_tile, p.width - column);
@@ -157,13 +165,13 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
   Tensor r_sum = make_fragment_like(r_part);
 
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-  const int own_width = warp * 16 + lane / 4;  // a lane's row of b, and that + 8
+  const int own_width = warp * 16 + lane / 4;  // a lane's rows of b: this and + 8
   Ring<kStages> ring;
   ring.advance(team);
-  int turn = 0;  // whose the tile's first block is
+  int turn = 0;  // the team that takes the tile's first block
   for (int tile = work.first_tile; tile < work.tiles; tile += work.clusters) {
     clear(r_sum);
-    // Whether a row is in the block of the tile's first one, or in the next.
+    // Whether a row's scale is that of the tile's first row, or of the next block of rows.
     const int in_block = tile * work.width % kBlock + own_width,
               in_next[2] = {in_block >= kBlock, in_block + 8 >= kBlock};
     for (int i = turn == team ? 0 : 1; i < work.blocks; i += kTeams) {
@@ -177,7 +185,7 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-      // While the product runs.
+      // Overlaps with the product.
       const float b_scales[2] = {shared.b_scales[ring.slot][in_next[0]], shared.b_scales[ring.slot][in_next[1]]};
       float2 a_scales[kGroups];
 #pragma unroll
@@ -201,7 +209,7 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
     const auto transposed = [&](int group) {
       return Transposed{reinterpret_cast<uint2*>(&shared.sums[group][warp * kWarpThreads]), lane};
     };
-    sync_compute();  // the last tile's sums have been read
+    sync_compute();  // all have read the sums of the tile before
     if (team == 1) {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) shared.sums[group][thread] = sums(group);
@@ -227,14 +235,14 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
         for (int group = 0; group < kGroups; ++group) transposed(group).store(p, work, tile, group * kGroup, warp);
       }
     }
-    if (work.splits > 1) {  // and one tile: each CTA adds up some groups of all
+    if (work.splits > 1) {  // then there is one tile: each CTA adds up some groups of all
       cluster_arrive();
       cluster_wait();
       if (team == 1) continue;
       for (int group = work.rank; group < kGroups; group += work.splits) {
         float4 sum{};
         for (int other = 0; other < work.splits; ++other) add(sum, read_remote(&shared.sums[group][thread].x, other));
-        __syncwarp();  // nobody else reads this CTA's
+        __syncwarp();  // nobody else reads this CTA's sums of the group
         transposed(group).put(sum);
         __syncwarp();
         transposed(group).store(p, work, tile, group * kGroup, warp);
@@ -272,7 +280,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       cute::cluster_wait();
     }
   }
-  if (cut.splits > 1) {  // nobody's sums are read any more
+  if (cut.splits > 1) {  // all CTAs have read the others' sums
     cute::cluster_arrive();
     cute::cluster_wait();
   }

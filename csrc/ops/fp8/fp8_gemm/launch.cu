@@ -1,4 +1,4 @@
-// Cuts the work, chooses the instance and launches.
+// Splits the work, selects the template instance and launches.
 #include <algorithm>
 
 #include "kernel.cuh"
@@ -9,12 +9,12 @@
 namespace dsa::fp8_gemm {
 namespace {
 
-constexpr int kMaxSplits = 8, kMinBlocks = 4;  // of columns, of a CTA of a cluster
-constexpr int kTileCost = 16;                  // beside its rows of b, in such rows
+constexpr int kMaxSplits = 8, kMinBlocks = 4;  // kMinBlocks: blocks of columns per CTA of a cluster
+constexpr int kTileCost = 16;                  // fixed cost per tile, in rows of b
 
 int parts_of(int size, int part) { return (size - 1) / part + 1; }
 
-// The cut whose longest CTA has the least to do.
+// Chooses the cut with the least work for its longest CTA.
 template <int kRows>
 const char* cut_work(const Params& p, Cut* best) {
   const int blocks = p.columns / kBlock;

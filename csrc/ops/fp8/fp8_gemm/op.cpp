@@ -1,4 +1,4 @@
-// dsa::fp8_gemm on CUDA: argument checks, allocation, launch. docs/fp8.md has the maths.
+// dsa::fp8_gemm on CUDA: argument checks, allocation, launch. Math: docs/fp8/fp8_gemm.md.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -10,9 +10,9 @@ namespace dsa::fp8_gemm {
 namespace {
 
 constexpr char kOp[] = "dsa::fp8_gemm";
-constexpr int64_t kWidthOfLibrary = 16;  // what it wants N to be a multiple of
+constexpr int64_t kWidthOfLibrary = 16;  // N must be a multiple of this for the library
 
-// Everything that needs no device, so that it is tested without one.
+// All checks that need no device, so that they are tested without one.
 void check_inputs(const Tensor& a, const Tensor& a_s, const Tensor& b, const Tensor& b_s) {
   check_tensor(kOp, "a", a, ScalarType::Float8_e4m3fn, {{"M"}, {"K"}});
   const int64_t rows = a.size(0), columns = a.size(1);
@@ -30,8 +30,8 @@ void check_inputs(const Tensor& a, const Tensor& a_s, const Tensor& b, const Ten
   check_same_device(kOp, "b_s", b_s, "a", a);
 }
 
-// The library's product, which Python calls. An error would lose its text on the way here, so that Python returns a
-// tensor of one dimension where the library is not there.
+// The library's product, called through Python. An error would lose its message on the way here, so Python returns a
+// tensor of one dimension if the library is not available.
 Tensor multiply_many_rows(const Tensor& a, const Tensor& a_s, const Tensor& b, const Tensor& b_s) {
   std::array<StableIValue, 4> stack{torch::stable::detail::from(a), torch::stable::detail::from(a_s),
                                     torch::stable::detail::from(b), torch::stable::detail::from(b_s)};

@@ -1,4 +1,4 @@
-// What crosses from the host to the kernel. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 namespace dsa::fp8_gemm {
 
 inline constexpr int kBlock = 128;   // columns, and rows of b, that share a scale
-inline constexpr int kMaxRows = 64;  // of a: what a kernel that streams b once is for
+inline constexpr int kMaxRows = 64;  // rows of a per launch, for which b is streamed once
 
 struct Params {
   const char* a;  // e4m3 [rows, columns]
@@ -16,7 +16,7 @@ struct Params {
   int64_t a_stride, b_stride;  // between rows, in elements
   int64_t a_scales_stride_row, a_scales_stride_block, b_scales_stride_row, b_scales_stride_block;
   int rows, width, columns;
-  int device;  // index of the one that runs the kernel
+  int device;  // CUDA device index
   int num_sms;
 };
 

@@ -1,16 +1,20 @@
-// The indexer's gradients. With S = Q K^T of the rows of Q, each a head of a query, g of a query and a key, 0 where the
-// query does not list the key, and w of a row:
+// The indexer's gradients; a row is a head of a query. With S = Q K^T; g of query and key (0: not listed); w of a row:
 //
 //   D = g [S > 0]   (rows x keys),   dq_r = w_r sum_i D_ri k_i,   dw_r = q_r . sum_i D_ri k_i,   dk_i += D_ri w_r q_r
 //
-// Queries are taken in groups that have 128 rows together. Their lists are merged first (merge.cuh), so that a key that
-// several of them list is read, and its row of dk added, once: additions are what takes the time. A CTA walks over
-// groups. Its warpgroups, for each tile of 64 keys:
+// Queries form groups of 128 rows, whose lists are merged first (merge.cuh), so that a key that several of them list is
+// read once and added to its row of dk once: the additions are the bottleneck. A persistent CTA walks over groups.
 //
-//   gather     keys, ids and g into a ring of tiles; Q of a group
-//   rows 0, 1  64 rows each, which they hold in registers: S, D, and sum_i D_ri k_i, from which dq and dw when a group
-//              ends; w D, to shared memory
-//   keys       dk = (w D)^T Q, 64 columns at a time, while it adds the 64 columns before to the rows of the keys
+// Warp specialization. Who does what, for each tile of 64 keys (registers for 128 / 64 columns):
+//
+//   role       warpgroup  registers  does                                         waits on            signals
+//   rows 0, 1  0, 1       168 / 152  64 rows each: S, D; w D to shared memory     full, q_full,       derivatives_full
+//                                    sum_i D_ri k_i, in registers                 derivatives_empty   empty
+//                                    end of the group: dq and dw                                      q_empty
+//   keys       2          112 / 128  dk = (w D)^T Q, 64 columns at a time; adds   full, q_full,       empty, q_empty,
+//                                    the 64 columns before meanwhile              derivatives_full    derivatives_empty
+//   gather     3          64 / 80    keys, ids and g of a tile                    empty               full
+//                                    Q (by TMA) and weights of a group            q_empty, q_landed   q_full
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -31,24 +35,24 @@ using namespace dsa::sm90;
 
 static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == sm90::kChunkColumns);
 
-inline constexpr int kRowsBarrier = 1;  // and 2; 0 is __syncthreads'
+inline constexpr int kRowsBarrier = 1;  // and 2; 0 is __syncthreads
 
-// What is known of a tile; or of a step without keys, behind a group's tiles and behind all groups.
+// One stage: a tile, or, with one of these as first_entry, the end of a group or of all groups.
 inline constexpr int kGroupEnds = -1, kAllEnd = -2;
 
 template <int kQueries>
 struct Step {
-  alignas(16) int ids[kTileKeys];                        // -1 behind the last
+  alignas(16) int ids[kTileKeys];                        // -1 after the last
   alignas(16) uint16_t gradients[kQueries * kTileKeys];  // bf16 [queries, keys]
-  int first_entry;                                       // of the group's; or one of the above
+  int first_entry;                                       // index in the group, or kGroupEnds or kAllEnd
   int group;
-  int count;  // of groups that this CTA had before
+  int count;  // of this CTA's earlier groups
 };
 
 template <int kColumns, int kHeads>
 struct SharedStorage {
   static constexpr int kTiles = tiles_in_flight(kColumns);
-  alignas(1024) Bf16 q[kGroups][kRows * kColumns];  // chunks of 64 columns
+  alignas(1024) Bf16 q[kGroups][kRows * kColumns];  // in chunks of 64 columns
   alignas(1024) Bf16 keys[kTiles][kTileKeys * kColumns];
   alignas(1024) Bf16 derivatives[kDerivatives][kRows * kTileKeys];  // w D
   alignas(1024) Bf16 dq[kRowWarpgroups][kWarpgroupRows * kColumns];
@@ -59,11 +63,11 @@ struct SharedStorage {
   uint64_t derivatives_full[kDerivatives], derivatives_empty[kDerivatives];
 };
 
-// Copies tiles and Q. By one warpgroup.
+// Producer: loads tiles and Q. Run by one warpgroup.
 template <int kColumns, int kHeads>
 __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, const Params& p,
                                        const CUtensorMap& q_map, int thread) {
-  constexpr int kChunks = kColumns / kChunkColumns, kPieceEntries = 4, kPieceGradients = 8;  // in 16 bytes
+  constexpr int kChunks = kColumns / kChunkColumns, kPieceEntries = 4, kPieceGradients = 8;  // per 16 bytes
   constexpr int kQueries = queries_of_group(kHeads);
   const uint32_t piece_offset = swizzled_offset(gather_row(thread), gather_piece(thread));
   const char* g_keys = static_cast<const char*>(p.k) + gather_piece(thread) * 16;
@@ -89,7 +93,7 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
                {chunk * kChunkColumns, 0, 0, p.first_query + group * kQueries, 0}, &shared.q_landed[at]);
     }
   };
-  // What queries without entries hold must not matter.
+  // Queries without entries may hold anything, so they are replaced by zeros.
   const auto publish_queries = [&](int group) {
     const int at = count % kGroups, query = p.first_query + group * kQueries + thread / kHeads;
     const bool listed = __ldg(p.listing + group) >> thread / kHeads & 1;
@@ -112,7 +116,7 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
     const int* g_entries = p.entries + static_cast<int64_t>(group) * p.capacity;
     const uint16_t* g_gradients =
         static_cast<const uint16_t*>(p.gradients) + static_cast<int64_t>(group) * p.capacity * kQueries;
-    const auto first_entry = [&](int index) {  // of the tile that comes `index`-th
+    const auto first_entry = [&](int index) {  // of the `index`-th tile to take
       const int tile = index + turn;
       return (tile < tiles ? tile : tile - tiles) * kTileKeys;
     };
@@ -143,7 +147,7 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
       publish(entry, group);
       if (index == 0) publish_queries(group);
     }
-    if (tiles == 0) publish_queries(group);  // its gradients are 0, whatever it holds
+    if (tiles == 0) publish_queries(group);  // all gradients are 0, whatever Q holds
     wait(&shared.empty[ring.slot], ring.parity ^ 1);
     publish(kGroupEnds, group);
     ++count;
@@ -152,14 +156,14 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
   publish(kAllEnd, 0);
 }
 
-// w D, dq and dw of 64 rows. By a warpgroup, number `warpgroup`.
+// Computes w D, dq and dw of 64 rows. Run by row warpgroup `warpgroup`.
 template <int kColumns, int kHeads>
 __device__ __forceinline__ void compute_rows(SharedStorage<kColumns, kHeads>& shared, const Params& p,
                                              const CUtensorMap& dq_map, int warpgroup, int thread) {
   using namespace cute;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   const int first_row = warpgroup * kWarpgroupRows, matrix_row = warp * 16 + lane % 16, matrix_piece = lane / 16;
-  const int row = first_row + warp * 16 + lane / 4;  // and the one 8 further
+  const int row = first_row + warp * 16 + lane / 4;  // and row + 8
 
   ScoreMmaFromRegisters score_mma;
   RowsMma<kColumns> rows_mma;
@@ -212,10 +216,10 @@ __device__ __forceinline__ void compute_rows(SharedStorage<kColumns, kHeads>& sh
       for (int i = 0; i < kTileKeys / 16; ++i) {
         uint32_t weighted[4];
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {  // of four 8 x 8 matrices: first rows, then keys
+        for (int m = 0; m < 4; ++m) {  // of four 8 x 8 matrices: rows first, then keys
           const int key = i * 16 + m / 2 * 8 + lane % 4 * 2, query = (row + m % 2 * 8) / kHeads;
           const uint32_t gradients = *reinterpret_cast<const uint32_t*>(step.gradients + query * kTileKeys + key);
-          // A score that is NaN counts as positive, like in the reference.
+          // A NaN score counts as positive, as in the reference.
           const uint32_t low = r_s(8 * i + 2 * m) <= 0.f ? 0u : gradients << 16;
           const uint32_t high = r_s(8 * i + 2 * m + 1) <= 0.f ? 0u : gradients & 0xffff0000u;
           pairs[i][m] = low >> 16 | high;
@@ -241,7 +245,7 @@ __device__ __forceinline__ void compute_rows(SharedStorage<kColumns, kHeads>& sh
     arrive(&shared.empty[ring.slot]);
     arrive(&shared.q_empty[at]);
 
-    if (thread == 0) tma_store_wait_read();  // of the group before
+    if (thread == 0) tma_store_wait_read();  // of the previous group
     sync_warpgroup(kRowsBarrier + warpgroup);
     float dweights[2] = {};
 #pragma unroll
@@ -280,7 +284,7 @@ __device__ __forceinline__ void compute_rows(SharedStorage<kColumns, kHeads>& sh
   if (thread == 0) tma_store_wait_read();
 }
 
-// dk. By one warpgroup.
+// Computes dk. Run by one warpgroup.
 template <int kColumns, int kHeads, bool kDeterministic>
 __device__ __forceinline__ void add_to_keys(SharedStorage<kColumns, kHeads>& shared, const Params& p, int thread) {
   using namespace cute;
@@ -288,17 +292,17 @@ __device__ __forceinline__ void add_to_keys(SharedStorage<kColumns, kHeads>& sha
   static_assert(kLast <= 1);
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   TransposedMma<kChunkColumns> mma;
-  // 64 columns of a tile: of two, the first are even. Of one, tiles are even and odd in turn.
+  // 64 columns of a tile. Of two chunks per tile, the first is `even`; with one per tile, tiles alternate.
   struct Chunk {
     decltype(partition_fragment_C(mma, Shape<_64, Int<kChunkColumns>>{})) r_sum;
     RowIds ids;
-    int64_t first_row;  // of the warp's, where each entry has one
+    int64_t first_row;  // of the warp's rows of dk, in a deterministic call
   } even, odd;
 
   Ring<SharedStorage<kColumns, kHeads>::kTiles> ring;
   Ring<kDerivatives> derivatives;
-  int at = 0;  // of Q
-  // Whether another tile comes.
+  int at = 0;  // stage of Q
+  // Waits for the next tile; false if there is none.
   const auto next_tile = [&](Chunk& chunk) {
     for (;; ring.advance()) {
       wait(&shared.full[ring.slot], ring.parity);
@@ -354,7 +358,7 @@ __device__ __forceinline__ void add_to_keys(SharedStorage<kColumns, kHeads>& sha
       derivatives.advance();
     }
   };
-  // ptxas keeps the products going only where nothing is added that no product has written: hence the first by itself.
+  // ptxas keeps wgmma in flight only if no unwritten accumulators are added: so the first product is peeled off.
   if (!next_tile(even)) return;
   compute(even, Int<0>{}, [] {});
   for (;;) {

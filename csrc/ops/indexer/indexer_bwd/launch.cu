@@ -1,4 +1,4 @@
-// Launches: the lists of groups of queries, merged; the main kernel; the sums of keys.
+// Launches the merge of each group's lists, the main kernel, and the sums of dk.
 #include <algorithm>
 
 #include "kernel.cuh"
@@ -55,7 +55,7 @@ const char* launch_main(const Params& p, int groups, cudaStream_t stream) {
                       : launch_heads<64, kDeterministic>(p, groups, stream);
 }
 
-// dq and dweights of some groups, and what they add to dk or, in a deterministic call, its rows and their sums.
+// Launches dq and dweights of some groups, with their additions to dk or, in a deterministic call, dk's rows and sums.
 const char* launch_groups(const Params& p, int groups, bool is_first, bool is_last, cudaStream_t stream) {
   const char* error = launch_merge(p, groups, stream);
   if (error != nullptr || !p.deterministic) return error != nullptr ? error : launch_main<false>(p, groups, stream);

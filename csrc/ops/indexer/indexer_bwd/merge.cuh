@@ -1,4 +1,4 @@
-// The keys of a group of queries: what their lists have in common is read, and added to, once.
+// Merges the lists of a group of queries, so that a key that several queries list is read, and added to, once.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,7 @@
 
 namespace dsa::indexer_bwd {
 
-// What a query sees where there are no lists.
+// The keys that a query sees if there are no lists.
 struct Bounds {
   int begin, end;
 
@@ -16,8 +16,8 @@ struct Bounds {
       : begin(max(0, p.ks[query * p.ks_stride])), end(min(p.seq_kv, p.ke[query * p.ke_stride])) {}
 };
 
-// A query's slots in order, by one warp. Calls visit(slot, key, whether it is one, whether it is the first with this
-// key) in every lane; keys are those of a window, and a key's bit of `bits` is `set` or cleared with its first slot.
+// Visits a query's slots in order, by one warp. Calls visit(slot, key, is_key, is_first) in every lane: is_key if the
+// key lies in the window, is_first if no earlier slot has it. The first slot of a key sets (`set`) or clears its bit.
 template <class Visit>
 __device__ __forceinline__ void visit_in_order(const int* g_ids, int slots, unsigned first_key, unsigned keys,
                                                unsigned* bits, bool set, const Visit& visit) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void visit_in_order(const int* g_ids, int slots, unsi
   }
 }
 
-// The sum of `value` over this thread and those before it, and that of all. Needs a __syncthreads before the next.
+// Prefix sum of `value` over the threads up to this one, and the total. Needs a __syncthreads before the next call.
 __device__ __forceinline__ int2 inclusive_sum(int value, int (&s_sums)[kMaxMergeWarps]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ int2 inclusive_sum(int value, int (&s_sums)[kMaxMerge
   return {before + value, all};
 }
 
-// One block a group. Keys are bits of words, a window of them at a time: one array a query, and one of all.
+// One block per group. Keys are bits of words, in windows: one array per query, and one of all queries.
 __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(const __grid_constant__ Params p) {
   extern __shared__ unsigned s_words[];
   __shared__ int s_sums[3][kMaxMergeWarps];
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
   const int first_query = p.first_query + blockIdx.x * group_queries;
   const int queries = min(group_queries, p.seq - first_query);
   const int words = merge_words(group_queries, p.seq_kv);
-  unsigned* const s_all = s_words;                                // keys that some query lists
+  unsigned* const s_all = s_words;                                // keys that any query lists
   int* const s_before = reinterpret_cast<int*>(s_words + words);  // entries before each word
   const auto own = [&](int query) { return s_words + (2 + query) * words; };
   int* const g_entries = p.entries + static_cast<int64_t>(blockIdx.x) * p.capacity;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
     const unsigned keys = min(words * 32, p.seq_kv - first_key);
     for (int i = threadIdx.x; i < merge_arrays(group_queries) * words; i += threads) s_words[i] = 0;
     __syncthreads();
-    int again = 0;  // slots that are not the first with their key; added up over threads
+    int again = 0;  // slots whose key an earlier slot has; summed over threads
     for (int query = 0; query < queries; ++query) {
       const int* g_ids = ids_of(query);
       const int slots_before = again;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
     }
     __syncthreads();
 
-    const int run = (words + threads - 1) / threads;  // of words, a thread
+    const int run = (words + threads - 1) / threads;  // words per thread
     const int begin = min(static_cast<int>(threadIdx.x) * run, words), end = min(begin + run, words);
     int sum = 0;
     for (int word = begin; word < end; ++word) {
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
 
     const auto write = [&](int query, int slot, unsigned key) {
       const int at = s_before[key / 32] + __popc(s_all[key / 32] & (1u << key % 32) - 1);
-      g_entries[at] = first_key + key;  // others that list it write the same
+      g_entries[at] = first_key + key;  // queries that list the same key write the same id
       g_gradients[gradient_place(at, query, group_queries)] = __ldg(dscores_of(query) + slot);
     };
     if (again == 0) {
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
       __syncthreads();
       continue;
     }
-    // Slots that list a key again become entries of their own, behind the others; one warp a query.
+    // Slots that repeat a key become entries of their own, after the others; one warp per query.
     int others = 0;
     if (warp < queries) {
       visit_in_order(ids_of(warp), p.slots, first_key, keys, own(warp), false,
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
 
 inline constexpr int kEntryThreads = 256;
 
-// The same where each query sees all keys within its bounds: one thread an entry.
+// The same for queries that see all keys within bounds: one thread per entry.
 __global__ void __launch_bounds__(kEntryThreads) list_ranges_kernel(const __grid_constant__ Params p, int blocks) {
   const int group_queries = queries_of_group(p.heads), group = blockIdx.x / blocks;
   const int at = blockIdx.x % blocks * kEntryThreads + threadIdx.x;
@@ -210,10 +210,10 @@ __global__ void __launch_bounds__(kEntryThreads) list_ranges_kernel(const __grid
     }
     g_gradients[gradient_place(at, query - first_query, group_queries)] = gradient;
   }
-  p.entries[entry] = is_seen ? key : -1;  // between the ranges too, where a key may hold anything
+  p.entries[entry] = is_seen ? key : -1;  // -1 also between the ranges, where a key may hold anything
 }
 
-// Deterministic calls: the keys and rows of entries; one thread an entry.
+// For deterministic calls: the keys and rows of entries; one thread per entry.
 __global__ void __launch_bounds__(kEntryThreads) list_slots_kernel(const __grid_constant__ Params p, int slots) {
   const int i = blockIdx.x * kEntryThreads + threadIdx.x;
   if (i >= slots) return;

@@ -1,5 +1,5 @@
-// dsa::indexer_scores_bwd and dsa::indexer_logits_bwd on CUDA: argument checks, allocation, launch.
-// docs/indexer_training.md has the maths.
+// dsa::indexer_scores_bwd and dsa::indexer_logits_bwd on CUDA: argument checks, allocation, launch. Math:
+// docs/indexer/indexer_scores.md and docs/indexer/indexer_logits.md.
 #include <cstdint>
 #include <tuple>
 
@@ -12,15 +12,15 @@
 namespace dsa::indexer_bwd {
 namespace {
 
-// Bytes of the entries of one launch; and of dk's rows in a deterministic call.
+// Limits in bytes: entries of one launch; dk's rows in a deterministic call.
 constexpr int64_t kEntryBytes = 256 << 20, kRowBytes = 1 << 30;
-// Bytes of sums above which groups do not begin with different tiles: in step they sweep through the keys as one, and
-// the sums in use stay in L2.
+// Bytes of fp32 sums above which all groups start at the same tile: they then sweep through the keys together, and the
+// sums in use stay in L2.
 constexpr int64_t kKeepInStep = 32 << 20;
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-// All but what says which keys a query sees.
+// All parameters except those that say which keys a query sees.
 Params params_of(const Tensor& gradients, const Tensor& q, const Tensor& k, const Tensor& weights,
                  const DeviceCall& call) {
   Params p{};
@@ -44,7 +44,7 @@ Params params_of(const Tensor& gradients, const Tensor& q, const Tensor& k, cons
   return p;
 }
 
-// `entries` is how many a group has at most.
+// `entries` is the maximum number of entries per group.
 Gradients gradients_of(const DeviceCall& call, Params& p, int64_t entries, bool deterministic) {
   DSA_CHECK(entries < int64_t{1} << 30, call.op, ": a group of ", queries_of_group(p.heads),
             " queries must list less than 2^30 keys, got ", entries);
@@ -80,7 +80,7 @@ Gradients gradients_of(const DeviceCall& call, Params& p, int64_t entries, bool 
   return {dq, dk.front(), dweights};
 }
 
-// Gradients come in any layout, often expanded from one element.
+// Gradients arrive in any layout, often expanded from one element.
 Tensor with_dense_rows(const Tensor& gradients) {
   return gradients.size(1) > 1 && gradients.stride(1) != 1 ? aligned_contiguous(gradients) : gradients;
 }

@@ -1,4 +1,4 @@
-// What crosses from the host to the kernels. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -12,31 +12,31 @@ struct Params {
   const void* k;         // bf16 [seq_kv, dim]
   const float* weights;  // [seq, heads]
   const float* dscores;  // [seq, slots]
-  const int* indices;    // [seq, slots]
-  const int* ks;         // or [seq], null beside `indices`: slot i is key i, and keys below are not visible
-  const int* ke;         // like ks: keys from here on
+  const int* indices;    // [seq, slots], or null with `ks`
+  const int* ks;         // [seq], null with `indices`: slot i is key i, visible from here on
+  const int* ke;         // like ks: keys from here on are not visible
 
   // Strides in elements; rows of q, k, dscores and indices are dense.
   int64_t q_stride_s, q_stride_h, k_stride, weights_stride_s, weights_stride_h, dscores_stride, indices_stride;
   int64_t ks_stride, ke_stride;
 
   void* dq;             // bf16 [seq, heads, dim], contiguous
-  key_sums::Params dk;  // [seq_kv, dim]; slots and rows are those of the entries of a launch
+  key_sums::Params dk;  // [seq_kv, dim]; slots and rows are the entries of a launch
   float* dweights;      // [seq, heads], contiguous
 
-  // The keys of each group of queries; those that a query lists again are entries of their own.
-  int* entries;       // [groups of a launch, capacity]: ids, -1 behind the last up to a whole tile
-  void* gradients;    // bf16 [groups of a launch, tiles, queries of a group, 64]: of dscores, 0 where not listed
-  int* counts;        // [groups of a launch]: entries
+  // The merged keys of each group of queries; repetitions within a query's list are entries of their own.
+  int* entries;       // [groups of a launch, capacity]: ids, then -1 up to a whole tile
+  void* gradients;    // bf16 [groups of a launch, tiles, queries of a group, 64]: dscores, 0 if not listed
+  int* counts;        // [groups of a launch]: number of entries
   unsigned* listing;  // [groups of a launch]: bit i: query i of the group has an entry
-  int capacity;       // of a group, a multiple of a tile's keys
+  int capacity;       // entries per group, a multiple of a tile's keys
 
   int seq, seq_kv, heads, dim, slots;
-  int groups_at_once;        // of one launch
-  int first_query, queries;  // of this launch; first_query is the first of a group
+  int groups_at_once;        // per launch
+  int first_query, queries;  // of this launch; first_query begins a group
   int device, num_sms;
   bool deterministic;
-  bool spread;  // groups begin with different tiles
+  bool spread;  // groups start at different tiles
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

@@ -1,4 +1,4 @@
-// Sizes of the kernel of indexer_logits.
+// Tile sizes and register budgets of the indexer_logits kernel.
 #pragma once
 
 #include <algorithm>
@@ -8,17 +8,17 @@ namespace dsa::indexer_logits {
 inline constexpr int kMathWarpgroups = 4;
 inline constexpr int kMathThreads = kMathWarpgroups * 128, kThreads = kMathThreads + 128;
 inline constexpr int kPartKeys = 64, kTileParts = 4, kTileKeys = kTileParts * kPartKeys;
-inline constexpr int kPassRows = 128;  // rows of Q, each a head of a query, of one product
+inline constexpr int kPassRows = 128;  // rows of Q per product; a row is a head of a query
 inline constexpr int kMathRegisters = 112, kFeederRegisters = 32;
 
-// How one shape is computed: `row_bytes` of a head or a key.
+// One shape of the kernel: `row_bytes` is the size of a head or a key.
 struct Config {
   int row_bytes, heads;
 
   constexpr int chunk_bytes() const { return std::min(row_bytes, 128); }
   constexpr int chunks() const { return row_bytes / chunk_bytes(); }
-  constexpr int steps() const { return row_bytes / 32; }  // of a product
-  // Rows of Q that are held: as many as there is room for, so that a tile of keys serves many.
+  constexpr int steps() const { return row_bytes / 32; }  // per product
+  // Rows of Q in shared memory: as many as fit, so that one tile of keys serves many.
   constexpr int rows() const { return std::min(512, 65536 / row_bytes); }
   constexpr int queries() const { return rows() / heads; }
   constexpr int pass_queries() const { return kPassRows / heads; }

@@ -1,4 +1,4 @@
-// Chooses the instance for the shape, and launches it.
+// Selects the template instance for a shape and launches it.
 #pragma once
 
 #include <algorithm>

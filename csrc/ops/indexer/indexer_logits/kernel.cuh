@@ -1,10 +1,17 @@
 // Lightning indexer: logits[s, t] = k_scale[t] * sum_h relu(q[s, h].k[t]) * weights[s, h].
 //
-// Blocks of queries, whose heads are the rows of Q in shared memory, meet tiles of keys. The tiles that the queries of
-// a block see, over all blocks, are one long list, and each CTA takes an equal run of it. Four warpgroups multiply 64
-// keys, a part of a tile, at a time by 128 rows of Q, each by its own rows, whose weights stay in registers, and sum
-// over heads: one computes while others multiply. A fifth warpgroup feeds: one warp copies Q and keys, the others write
-// -inf where no tile is visited.
+// Warp specialization. Who does what:
+//
+//   role      warps            registers  does                                     waits on    signals
+//   multiply  warpgroups 0-3   112        scores of 64 keys x 128 rows of Q,       q_full,     keys_empty, q_empty
+//                                         their weighted sums over heads, logits   keys_full
+//   feed      warp 16          32         loads Q of a block of queries            q_empty     q_full (by TMA)
+//                                         loads tiles of keys                      keys_empty  keys_full (by TMA)
+//   clean     warps 17-19      32         writes -inf where no tile is visited
+//
+// A block of queries, whose heads are the rows of Q in shared memory, is multiplied with tiles of keys. The tiles that
+// the blocks see form one long list, of which each persistent CTA takes an equal run. Each multiply warpgroup keeps the
+// weights of its own 128 rows in registers; while one computes sums, others multiply.
 #pragma once
 
 #include <cuda.h>
@@ -30,26 +37,26 @@ template <class Element, Config kC>
 struct SharedStorage {
   alignas(1024) Element q[kC.rows() * kC.row_bytes / sizeof(Element)];
   alignas(1024) Element keys[kC.stages()][kTileKeys * kC.row_bytes / sizeof(Element)];
-  int2 bounds[kMathThreads / 32][kC.pass_queries()];  // a copy for each warp
+  int2 bounds[kMathThreads / 32][kC.pass_queries()];  // a copy per warp
   int64_t warp_units[kThreads / 32];
-  int64_t run_units;  // of this CTA, from unit `run_skip` of block `run_block` on
+  int64_t run_units;  // this CTA's run: starts at unit `run_skip` of block `run_block`
   int run_block, run_skip;
   alignas(8) uint64_t q_full, q_empty, keys_full[kC.stages()], keys_empty[kC.stages()];
 };
 
-// First key of a query, and the one behind its last; none where they are equal.
+// The first key of a query and the end of its keys; equal if it sees none.
 __device__ __forceinline__ int2 bounds_of(const Params& p, int query) {
   const int begin = max(0, p.ks[query * p.ks_stride]), end = min(p.seq_kv, p.ke[query * p.ke_stride]);
   return {begin, max(begin, end)};
 }
 
-// The keys that queries of a block see, any of them and all of them, and the tiles that hold those.
+// The range of keys that any query of a block sees, the range that all see, and the tiles of the former.
 struct BlockRange {
   int begin = 0, end = 0;
   int common_begin = 0, common_end = 0;
   int first_tile = 0, tiles = 0;
 
-  // What a CTA does is counted in units: one for what is new with a block, and one a tile.
+  // Work is counted in units: one for the start of a block, and one per tile.
   __device__ __forceinline__ int units() const { return tiles > 0 ? 1 + tiles : 0; }
 };
 
@@ -59,7 +66,7 @@ __device__ __forceinline__ BlockRange range_of_bounds(int begin, int end, int co
   return {begin, end, common_begin, common_end, first_tile, (end - 1) / kTileKeys + 1 - first_tile};
 }
 
-// By all lanes of a warp.
+// Called by all lanes of a warp.
 __device__ __forceinline__ BlockRange range_of(const Params& p, int first_query, int queries) {
   int begin = INT_MAX, end = 0, common_begin = 0, common_end = INT_MAX;
   for (int i = threadIdx.x % 32; i < queries && first_query + i < p.seq; i += 32) {
@@ -71,7 +78,7 @@ __device__ __forceinline__ BlockRange range_of(const Params& p, int first_query,
                          __reduce_max_sync(~0u, common_begin), __reduce_min_sync(~0u, common_end));
 }
 
-// A CTA's run of the list of tiles: calls `visit(block, range, first, end)` for tiles [first, end) of each block.
+// Walks over a CTA's run: calls `visit(block, range, first, end)` for tiles [first, end) of each block.
 template <class Element, Config kC, class Visit>
 __device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, const Params& p, Visit visit) {
   int skip = shared.run_skip;
@@ -85,7 +92,7 @@ __device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, c
   }
 }
 
-// Finds this CTA's run. By all threads.
+// Finds this CTA's run. Called by all threads.
 template <class Element, Config kC>
 __device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const Params& p, int blocks) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -128,7 +135,7 @@ __device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const P
   __syncthreads();
 }
 
-// Copies Q of each block and the tiles of keys. By one warp.
+// Producer: loads Q of each block and the tiles of keys. Run by one warp.
 template <class Element, Config kC>
 __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const Params& p, const CUtensorMap& q_map,
                                      const CUtensorMap& k_map) {
@@ -137,7 +144,7 @@ __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const P
   Ring<kC.stages()> ring;
   uint32_t q_parity = 1;  // the first Q need not wait
   walk(shared, p, [&](int block, const BlockRange&, int first_tile, int end_tile) {
-    // Loads what the others will load soon, so that they find it in L1.
+    // Brings weights that the other warps will load soon into L1.
     for (int row = threadIdx.x % 32 * kSectorFloats; row < kC.rows(); row += 32 * kSectorFloats) {
       const int query = block * kC.queries() + row / kC.heads;
       if (query < p.seq) touch(p.weights + query * p.weights_stride + row % kC.heads);
@@ -163,7 +170,7 @@ __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const P
   });
 }
 
-// Writes -inf to what no part of a tile covers. By `threads` threads, of which this is number `thread`, whole warps.
+// Writes -inf where no part of a tile lies. Run by `threads` threads in whole warps; `thread` is this one's index.
 template <Config kC>
 __device__ __forceinline__ void clean(const Params& p, int blocks, int thread, int threads) {
   const auto fill = [&](float* g_row, int begin, int end) {  // `begin` is a multiple of 4
@@ -185,12 +192,12 @@ __device__ __forceinline__ void clean(const Params& p, int blocks, int thread, i
   }
 }
 
-// e4m3, whose keys have scales.
+// e4m3, with scales for the keys.
 template <class Element>
 inline constexpr bool kIsFp8 = sizeof(Element) == 1;
 
-// Every other head takes x + |x| and half of its weight, which is exact, for a sum and a maximum run in different
-// pipelines. A sum of bf16 products might overflow.
+// Every other head takes x + |x| and half of its weight, which is exact: addition and maximum run in different
+// pipelines. Not with bf16, where the sum might overflow.
 template <class Element>
 constexpr bool is_doubled(int i) {
   return kIsFp8<Element> && i % 2 == 0;
@@ -199,7 +206,7 @@ constexpr bool is_doubled(int i) {
 // relu(x), or twice that; NaN stays NaN.
 __device__ __forceinline__ float rectified(float x, bool doubled) { return doubled ? x + fabsf(x) : sm90::relu(x); }
 
-// Multiplies keys, and sums over heads. `thread` is of all kMathThreads.
+// Multiplies keys and sums over heads. `thread` is in [0, kMathThreads).
 template <class Element, Config kC>
 __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, const Params& p, int thread) {
   using namespace cute;
@@ -213,25 +220,25 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
   const int lane = thread % 32, warp = thread / 32 % 4, warpgroup = cutlass::canonical_warp_group_idx();
   Mma mma;
   const auto slice = mma.get_slice(thread % 128);
-  // Descriptors of all that may be multiplied.
+  // Descriptors of all operands.
   const Tensor r_q = slice.partition_fragment_B(
       make_tensor(make_smem_ptr(shared.q), tile_to_shape(Atom{}, Shape<Int<kC.rows()>, Int<kColumns>>{})));
   const Tensor r_keys = slice.partition_fragment_A(make_tensor(
       make_smem_ptr(shared.keys[0]), tile_to_shape(Atom{}, Shape<Int<kTileKeys>, Int<kColumns>, Int<kC.stages()>>{})));
   Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kPassRows>>{});
 
-  // Of the sums of a warp's 16 keys, a lane ends with those of one key, for every other query.
+  // Of the sums of a warp's 16 keys, a lane ends up with one key, for every other query.
   const int upper = lane >> 1 & 1, odd = lane & 1;
   const int lane_key = warp * 16 + upper * 8 + lane / 4;
   Ring<kC.stages()> ring;
   uint32_t q_parity = 0;
   walk(shared, p, [&](int block, const BlockRange& range, int first_tile, int end_tile) {
-    // Where there are fewer passes than warpgroups, several take turns at the parts of a tile.
+    // With fewer passes than warpgroups, several warpgroups take turns at the parts of a tile.
     const int first_query = block * kQueries, queries = min(kQueries, p.seq - first_query);
     const int passes = (queries + kPassQueries - 1) / kPassQueries;
     const int turns = kMathWarpgroups / passes, turn = warpgroup / passes, pass = warpgroup % passes;
     const int pass_query = first_query + pass * kPassQueries;
-    // Of 8 columns of a product, lane l % 4 holds number 2 (l % 4) and the next.
+    // Of each 8 accumulator columns, lane l holds columns 2 (l % 4) and 2 (l % 4) + 1.
     float weights[kPassRows / 4];
 #pragma unroll
     for (int i = 0; i < kPassRows / 4; ++i) {
@@ -247,7 +254,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
     wait(&shared.q_full, q_parity);
     q_parity ^= 1;
 
-    // Inside, all queries see all keys of the part.
+    // If `inside`, all queries see all keys of the part.
     const auto multiply_part = [&](auto inside, int tile, int part) {
       const int first_key = tile * kTileKeys + part * kPartKeys, key = first_key + lane_key;
       float scale;
@@ -295,7 +302,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       wait(&shared.keys_full[ring.slot], ring.parity);
       if (turns == 1 && queries == kQueries && tile * kTileKeys >= range.common_begin &&
           (tile + 1) * kTileKeys <= range.common_end) {
-        // Unrolled where there are registers for the places of all queries.
+        // Unrolled if there are registers for the addresses of all queries.
 #pragma unroll(kC.heads >= 32 ? kTileParts : 1)
         for (int part = 0; part < kTileParts; ++part) multiply_part(std::true_type{}, tile, part);
       } else {

@@ -1,4 +1,4 @@
-// dsa::indexer_logits on CUDA: allocation and launch. docs/indexer.md has the maths.
+// dsa::indexer_logits on CUDA: allocation and launch. Math: docs/indexer/indexer_logits.md.
 #include <optional>
 
 #include "ops/indexer/inputs.h"

@@ -1,4 +1,4 @@
-// What crosses from the host to the kernel. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@ struct Params {
   const void* k;                                                                   // [seq_kv, dim], like q
   const float* weights;                                                            // [seq, heads]
   const int* ks;                                                                   // [seq]: first key of each query
-  const int* ke;                                                                   // [seq]: the key behind its last
-  const float* k_scale;                                                            // [seq_kv], dense; null beside bf16
+  const int* ke;                                                                   // [seq]: end of each query's keys
+  const float* k_scale;                                                            // [seq_kv], dense; null for bf16
   float* logits;                                                                   // [seq, seq_kv]
   int64_t q_stride_s, q_stride_h, k_stride, weights_stride, ks_stride, ke_stride;  // in elements
   int64_t logits_stride;
   int seq, seq_kv, heads, dim;
   bool clean;    // write -inf outside of the bounds
   bool is_bf16;  // else e4m3
-  int device;    // index of the one that runs the kernel
+  int device;    // CUDA device index
   int num_sms;
 };
 

@@ -1,8 +1,6 @@
-// The indexer's loss and its gradient, of one row: loss = w KL(p / sum p || softmax(scores)), over the slots that
-// count.
+// The indexer's loss of a row, and its gradient: loss = w KL(p / sum p || softmax(scores)), over the valid slots.
 //
-// A CTA takes a row, in three passes of which the last two find it in the caches: the best score, the sums, the
-// gradient.
+// One CTA per row, in three passes: the maximum score, the sums, the gradient. The last two read the row from cache.
 #include <cmath>
 
 #include "params.h"
@@ -13,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-// Combines a value of each thread, in a fixed order; all threads get the result. `shared` is not in use by others.
+// Reduces one value per thread, in a fixed order; all threads get the result. `shared` must not be in use.
 template <class Combine>
 __device__ __forceinline__ float combine_threads(float x, float (&shared)[kWarps], Combine combine) {
 #pragma unroll
@@ -32,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_con
   const float* g_scores = p.scores + row * p.scores_stride;
   const float* g_p = p.p + row * p.p_stride;
   const bool* g_valid = p.valid == nullptr ? nullptr : p.valid + row * p.valid_stride;
-  // -inf where a slot does not count.
+  // -inf if a slot is not valid.
   const auto score_at = [&](int slot) { return g_valid == nullptr || g_valid[slot] ? g_scores[slot] : -INFINITY; };
   const auto for_slots = [&](auto act) {
 #pragma unroll 4
@@ -44,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_con
   for_slots([&](int, float score) { top = fmaxf(top, score); });
   top = combine_threads(top, shared[0], [](float a, float b) { return fmaxf(a, b); });
 
-  float exps = 0.f, mass = 0.f, entropy = 0.f, cross = 0.f;  // sums of e^s, p, p log p, p s; scores less the best
+  float exps = 0.f, mass = 0.f, entropy = 0.f, cross = 0.f;  // sums of e^s, p, p log p, p s, with s = score - top
   for_slots([&](int slot, float score) {
     if (score == -INFINITY) return;
     const float p_slot = g_p[slot];
@@ -59,10 +57,10 @@ __global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_con
   cross = combine_threads(cross, shared[4], add);
 
   const float weight = p.row_weights == nullptr ? 1.f : p.row_weights[row * p.row_weights_stride];
-  const float divisor = fmaxf(mass, 1e-10f), share = mass / divisor;  // of the target's sum, that should be 1
+  const float divisor = fmaxf(mass, 1e-10f), share = mass / divisor;  // of the target's sum; should be 1
   if (threadIdx.x == 0) {
     const float kl = (entropy - cross) / divisor - share * logf(divisor) + share * logf(exps);
-    p.loss[row] = exps == 0.f ? 0.f : weight * kl;  // 0: no slot counts
+    p.loss[row] = exps == 0.f ? 0.f : weight * kl;  // 0 if no slot is valid
   }
   float* g_dscores = p.dscores + row * p.slots;
   for_slots([&](int slot, float score) {

@@ -1,4 +1,4 @@
-// dsa::indexer_loss on CUDA: argument checks, allocation, launch. docs/indexer_training.md has the maths.
+// dsa::indexer_loss on CUDA: argument checks, allocation, launch. Math: docs/indexer/indexer_loss.md.
 #include <cstdint>
 #include <optional>
 #include <tuple>

@@ -1,4 +1,4 @@
-// What crosses from the host to the kernel. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct Params {
   float* dscores;                                                     // [rows, slots], contiguous
   int64_t scores_stride, p_stride, valid_stride, row_weights_stride;  // in elements
   int rows, slots;
-  int device;  // index of the one that runs the kernel
+  int device;  // CUDA device index
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

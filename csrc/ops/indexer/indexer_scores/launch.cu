@@ -1,4 +1,4 @@
-// Chooses the instance.
+// Selects the template instance.
 #include "ops/indexer/indexer_scores/params.h"
 #include "ops/shared/listed_keys/launch.cuh"
 

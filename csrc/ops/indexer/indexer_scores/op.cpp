@@ -1,4 +1,4 @@
-// dsa::indexer_scores on CUDA: argument checks, allocation, launch. docs/indexer_training.md has the maths.
+// dsa::indexer_scores on CUDA: argument checks, allocation, launch. Math: docs/indexer/indexer_scores.md.
 #include <cstdint>
 
 #include "ops/indexer/indexer_scores/params.h"
@@ -19,7 +19,7 @@ Tensor indexer_scores(Tensor q, Tensor k, Tensor weights, Tensor indices) {
   Tensor scores = empty({seq, topk}, ScalarType::Float, call.index);
   if (scores.numel() == 0) return scores;
   const auto row_stride = [](const Tensor& tensor, int64_t dense) {
-    return tensor.size(0) > 1 ? tensor.stride(0) : dense;  // of a single row it may be anything
+    return tensor.size(0) > 1 ? tensor.stride(0) : dense;  // a single row may have any stride
   };
   listed_keys::Params params{};
   params.q = q.data_ptr();

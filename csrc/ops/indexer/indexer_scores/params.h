@@ -1,4 +1,4 @@
-// The launch of indexer_scores. No torch, no CUDA headers.
+// The launch function of indexer_scores. No torch, no CUDA headers.
 #pragma once
 
 #include "ops/shared/listed_keys/params.h"

@@ -1,5 +1,5 @@
-// dsa::indexer_topk on CUDA: runs of queries are scored and selected from, one after the other, so that the logits of
-// one run alone are held. docs/indexer.md has the maths.
+// dsa::indexer_topk on CUDA: scores a run of queries, selects their keys, then goes on to the next run, so that only
+// one run's logits are held at a time. Math: docs/indexer/indexer_topk.md.
 #include <algorithm>
 #include <optional>
 #include <tuple>

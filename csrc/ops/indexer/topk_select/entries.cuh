@@ -1,4 +1,4 @@
-// What the top-k kernels keep in shared memory and in registers: entries of a row, and their keys.
+// What the top-k kernels keep in shared memory and in registers: entries of a row, and their radix keys.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,35 +25,35 @@ struct Entries {
   alignas(16) int ids[kCount];
 };
 
-// A digit's bins, and behind them one of each lane for keys that have other digits before: they are counted too, which
-// takes fewer instructions than a test.
+// A radix digit's bins, followed by one bin per lane for keys with other leading digits: to count those too takes fewer
+// instructions than a test.
 template <class Shape>
 struct Histogram {
   alignas(16) unsigned bins[Shape::kBins + 32];
 };
 
-// The bin that holds the wanted key, how many keys are in those above it, and in it.
+// The bin that holds the wanted key, the number of keys in higher bins, and in it.
 struct Found {
   unsigned bin, higher, in_bin;
 };
 
-// Of CTAs that hold their run as well as of those that filter it.
+// For CTAs that hold their run and for CTAs that filter it.
 template <class Shape_>
 struct SelectorStorage {
   using Shape = Shape_;
-  Histogram<Shape> histograms[2];  // a cluster's turns
+  Histogram<Shape> histograms[2];  // a cluster alternates between them
   alignas(16) Found found;
-  unsigned warp_counts[2][Shape::kWarps];  // in turn
+  unsigned warp_counts[2][Shape::kWarps];  // double-buffered
   unsigned warp_maxima[Shape::kWarps];
-  unsigned cta_counts[2][kMaxCtas];  // in turn
+  unsigned cta_counts[2][kMaxCtas];  // double-buffered
 };
 template <class T, class Shape>
 struct HeldStorage : SelectorStorage<Shape> {
   Entries<T, kMaxTopk> entries;
 };
 
-// A run in stretches, which the warps read in turn: what each warp has found, values and ids, and where what it found
-// in a stretch begins in its list.
+// A run in stretches, which the warps read in turn: each warp's list of candidates (value, id), and for each stretch
+// where its candidates begin in the list.
 template <class Shape>
 struct WarpLists {
   static constexpr int kSize = Shape::kHeld / Shape::kWarps, kStretches = 512;
@@ -67,10 +67,11 @@ struct FilterStorage : SelectorStorage<Shape> {
     Lists lists;
   };
   uint16_t firsts[Lists::kStretches + kReadAhead * Shape::kWarps + Shape::kWarps];
-  int full;  // a list is
+  int full;  // whether a list is full
 };
 
-// An order of unsigned integers; -0 is +0. What cannot be selected, NaN and -inf, has key 0.
+// Maps a float to an unsigned integer in the same order; -0 is mapped like +0. NaN and -inf, which cannot be selected,
+// have key 0.
 __device__ __forceinline__ unsigned key_of(float value) {
   const unsigned bits = __float_as_uint(value + 0.f);
   const unsigned key = bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
@@ -81,7 +82,7 @@ inline constexpr unsigned kZeroKey = 0x80000000u;
 __device__ __forceinline__ float value_of(unsigned key) {  // key ^ (~sign | 0x80000000)
   return __uint_as_float(sm90::xor_not_or_sign(key, static_cast<unsigned>(static_cast<int>(key) >> 31)));
 }
-// The value above which keys are above `key`. The one below zero's is nobody's.
+// The value whose greater values have keys above `key`. No value has the key kZeroKey - 1 (of -0).
 __device__ __forceinline__ float bar_of(unsigned key) {
   return key == 0 ? -INFINITY : value_of(key - (key == kZeroKey - 1));
 }
@@ -106,13 +107,13 @@ __device__ __forceinline__ Piece load_piece(const __nv_bfloat16* columns) {
   return {{first.x, first.y, second.x, second.y}};
 }
 
-// Consecutive columns of a row. They are read from `first_read` on, which begins 16-byte aligned, at most a unit before
-// `begin`; in a row that does not begin so itself it may be negative.
+// Consecutive columns of a row. They are read from `first_read` on, which is 16-byte aligned and at most a unit before
+// `begin`; it may be negative in a row that is not aligned itself.
 struct Run {
-  int begin, end, first_read, columns;  // the latter of the row
+  int begin, end, first_read, columns;  // columns: of the row
 
-  __device__ __forceinline__ int size() const { return end - first_read; }  // that is read
-  // The column behind the last piece that lies in the row as a whole. Those from there on are read one by one.
+  __device__ __forceinline__ int size() const { return end - first_read; }  // what is read
+  // The end of the last piece that lies completely in the row. Columns from there on are read one by one.
   __device__ __forceinline__ int pieces_end() const { return first_read + ((columns - first_read) & -kPiece); }
   __device__ __forceinline__ bool contains(int first, int count) const {
     return first >= begin && first + count <= end;

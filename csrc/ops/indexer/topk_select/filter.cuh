@@ -1,19 +1,19 @@
-// Runs that are too long to be held: what exceeds a guessed bar becomes a candidate.
+// Runs that are too long for registers: entries above a guessed threshold (`bar`) become candidates.
 #pragma once
 
 #include "selector.cuh"
 
 namespace dsa::topk_select {
 
-// Pieces of each thread that so many entries of a CTA take.
+// Pieces per thread that `entries` entries of a CTA take.
 template <class Shape>
 __device__ __forceinline__ int pieces_for(int entries) {
   constexpr int kOfCta = Shape::kThreads * kPiece;
   return (entries + kOfCta - 1) / kOfCta;
 }
 
-// A sample of a run, in spots all over it that memory reads as quickly as a lone column. Sampled entries form groups,
-// each of entries that are far from each other, in no regular way: the best of a group stand for all.
+// A sample of a run: short spots all over it, which memory reads as fast as single columns. Sampled entries form groups
+// of entries that are irregularly far from each other; the best of a group represents it.
 template <class T, class Shape>
 struct Sample {
   static constexpr int kEntries = 4096, kSpotPieces = 4, kSpots = kEntries / (kSpotPieces * kPiece);
@@ -31,7 +31,7 @@ struct Sample {
       pieces[i] = load_piece(g_row + run.first_read + spot * kSpotColumns + thread % kSpotPieces * kPiece);
     }
   }
-  // Of the best of a group; a thread has kPiece groups.
+  // The key of the best of a group; a thread has kPiece groups.
   __device__ __forceinline__ unsigned key(int group) const {
     float best = -INFINITY;
 #pragma unroll
@@ -53,15 +53,15 @@ struct Filter {
   int topk;
   int step = 0, count = 0;
   float bar = -INFINITY;
-  unsigned low = 0;  // that no candidate's key is below, or 0 where there is no guess
+  unsigned low = 0;  // no candidate's key is below it; 0 without a guess
 
-  // A bar that about topk entries exceed, with three standard deviations to spare.
+  // Guesses a threshold that about topk entries exceed, with a margin of three standard deviations.
   __device__ __forceinline__ void guess(const Sample<T, Shape>& sample) {
     constexpr float kGroups = sample.kGroups;
     float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(run.size()));
     static_assert(sample.kOfGroup == 2 || sample.kOfGroup == 4);
     out *= out;
-    if constexpr (sample.kOfGroup == 4) out *= out;  // of groups, those that have none above
+    if constexpr (sample.kOfGroup == 4) out *= out;  // the share of groups without an entry above
     const float expected = kGroups * (1 - out), variance = expected * out;
     const float wanted = expected + 3 * variance * rsqrtf(fmaxf(variance, 1e-6f)) + 3;
     if (!(wanted < kGroups - 8)) return;
@@ -80,10 +80,10 @@ struct Filter {
     low = last_out + 1;
   }
 
-  // Which of consecutive entries exceed the bar: how many do before each, and all together.
+  // Which of consecutive entries exceed the threshold: the count before each, and in total.
   template <int kEntries>
   struct Above {
-    static constexpr float kBase = 1 << 23;  // of floats whose last bits count
+    static constexpr float kBase = 1 << 23;  // floats from here on count in their last bits
     float before[kEntries + 1];
 
     __device__ __forceinline__ Above(const Piece* pieces, float bar) {
@@ -99,8 +99,8 @@ struct Filter {
     __device__ __forceinline__ unsigned all() const { return (*this)[kEntries]; }
   };
 
-  // Of entries from this column on, those in the run; the others become NaN. What stands behind the row's last whole
-  // piece is read here, one by one: nothing behind the row is.
+  // Keeps the entries from column `column` on that lie in the run; the others become NaN. Columns after the row's last
+  // whole piece are read here one by one: nothing after the row is read.
   __device__ __forceinline__ void keep_inside(Piece& r, int column) const {
     const bool is_behind = column >= run.pieces_end();
 #pragma unroll
@@ -116,8 +116,8 @@ struct Filter {
     return r;
   }
 
-  // Warps read stretches in turn, each into a list of its own. Returns whether the lists had room for all; then the
-  // candidates are put in the order of ids.
+  // The warps read stretches in turn, each into its own list. Returns false if a list has no room left; otherwise
+  // gathers the candidates in id order.
   __device__ __forceinline__ bool read_apart() {
     using Lists = typename Storage::Lists;
     constexpr int kColumns = 2 * kWarpPiece, kLogColumns = 8;
@@ -125,7 +125,7 @@ struct Filter {
     Storage& shared = selector.shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int begin = run.first_read, last_piece = run.pieces_end() - kPiece;
-    // A stretch has so many columns that there are not too many stretches.
+    // Stretches are long enough that there are at most kStretches.
     const int log_loads = max(0, 32 - __clz((run.size() - 1) / (kColumns * Lists::kStretches)));
     const int loads = 1 << log_loads, log_stretch = log_loads + kLogColumns;
     const auto column_of = [&](int load) {
@@ -191,7 +191,7 @@ struct Filter {
     __syncthreads();
     if (shared.full) return false;
 
-    // Of each stretch, where its candidates stand among all, less where they stand in their list.
+    // For each stretch, the offset from its candidates' positions in their list to those among all candidates.
     constexpr int kOfThread = Lists::kStretches / Shape::kThreads;
     unsigned firsts[kOfThread], counts[kOfThread], of_thread = 0;
 #pragma unroll
@@ -235,8 +235,8 @@ struct Filter {
     return true;
   }
 
-  // All read in the order of ids, until there is no room for a step's candidates, or to the end. Returns whether they
-  // have come there.
+  // All warps read together in id order, until a step's candidates do not fit, or to the end. Returns whether they have
+  // reached the end.
   __device__ __forceinline__ bool read() {
     constexpr int kEntries = kStepPieces * kPiece;
     const uint32_t to_values = sm90::shared_address(selector.shared.entries.values);
@@ -264,7 +264,7 @@ struct Filter {
     return true;
   }
 
-  // Forgets all candidates too.
+  // Drops the guess and all candidates.
   __device__ __forceinline__ void forget_guess() {
     step = count = 0;
     low = 0;
@@ -283,7 +283,7 @@ struct Filter {
     }
   }
 
-  // Where the search for the last key begins: with digits from the bar to the best of the sample, if those leave out 0.
+  // Where the radix search begins: with digits from the threshold to the best of the sample, if those exclude key 0.
   __device__ __forceinline__ Start start_of_search(int ctas) const {
     if (ctas > 1 || low == 0) return kWhole;
     const int lane = thread_index() % 32;

@@ -1,17 +1,19 @@
-// Exact top-k of rows of logits, in the order of ids.
+// Exact top-k of rows of logits, in id order, by radix select.
 //
-// A cluster of CTAs takes one row, and each CTA a run of its columns:
+// No warp specialization: all warps of a CTA take each step together. A cluster of CTAs takes one row, and each CTA a
+// run of its columns:
 //
-//   sample   a bar is guessed below which nothing will be wanted
-//   filter   every entry above the bar becomes a candidate, in the order of ids
-//   cut      where candidates have no room left, the best topk so far stay, and the bar rises to the last of them
-//   select   the best topk of all CTAs' candidates are written
+//   sample   guess a threshold (`bar`) that the selected entries will exceed
+//   filter   every entry above the threshold becomes a candidate, in id order
+//   cut      when there is no room for more candidates, keep the best topk and raise the threshold to the last of them
+//   select   write the best topk of all CTAs' candidates
 //
-// Ids only grow, so what equals a bar of topk better candidates is not wanted. Where the guess leaves fewer than topk
-// candidates the row is filtered again without one. A run that fits into registers is selected among as it is.
+// Ids only grow, so an entry equal to the threshold of topk better candidates is not selected. If the guess leaves
+// fewer than topk candidates, the row is filtered again without one. A run that fits into registers skips the first
+// three steps.
 //
-// Entries are compared as integers, their keys, and a selection finds its last key digit by digit, from the top, with
-// a histogram of each.
+// Entries are compared as unsigned integers, their keys. A selection finds its last key digit by digit, from the top,
+// with a histogram per digit.
 #pragma once
 
 #include "filter.cuh"
@@ -21,7 +23,7 @@
 
 namespace dsa::topk_select {
 
-// Writes a CTA's share of its row's results, the shared entries, which are `kept`.
+// Writes a CTA's share of its row's results: the first `kept` shared entries.
 template <class T, class Storage>
 __device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& selector, int row, int kept) {
   using Shape = typename Storage::Shape;
@@ -55,13 +57,13 @@ __device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& se
   if (threadIdx.x == 0) sm90::tma_store_wait_read();
 }
 
-// This CTA's run; runs meet between units.
+// This CTA's run; runs meet at multiples of a unit.
 template <class T>
 __device__ __forceinline__ Run run_of_cta(const Params& p, const T* g_row, int row) {
   const int rank = cluster_rank();
   const int window_begin = min(p.columns, max(0, p.starts[row * p.starts_stride]));
   const int window_end = max(window_begin, min(p.columns, p.ends[row * p.ends_stride]));
-  // Columns from the last 16-byte boundary before the row to its first column.
+  // Columns between the last 16-byte boundary before the row and its first column.
   const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(g_row) % 16 / sizeof(T));
   const int first = (window_begin + ahead) / kUnit * kUnit - ahead;
   const int units = (window_end - first + kUnit - 1) / kUnit;
@@ -70,7 +72,7 @@ __device__ __forceinline__ Run run_of_cta(const Params& p, const T* g_row, int r
   return {max(window_begin, first_read), min(window_end, first_read + run_units * kUnit), first_read, p.columns};
 }
 
-// No run is longer than what a CTA holds.
+// For runs that fit into a CTA's registers.
 template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     held_topk_select_kernel(const __grid_constant__ Params p) {
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
       bits, pieces, [&](int i) { return T(value_of(keys[i])); },
       [&](int i) { return first + i / kPiece * kWarpPiece + i % kPiece; });
   if (selection.bar <= kZeroKey) {
-    // Zeros have lost their sign.
+    // Keys have lost the sign of zeros.
     __syncthreads();
     T* values = shared.entries.values;
     for (int i = threadIdx.x; i < kept; i += Shape::kThreads) {
@@ -146,7 +148,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
       read_all = false;
       continue;
     }
-    // The best topk stay: as results, or to make room.
+    // Keep the best topk: as results, or to make room.
     const int ctas = read_all ? p.ctas : 1;
     const int pieces = pieces_for<Shape>(filter.count);
     typename Selector<Storage>::Keys keys;

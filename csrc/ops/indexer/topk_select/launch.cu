@@ -1,4 +1,4 @@
-// Chooses the instance and launches.
+// Selects the template instance and launches.
 #include "kernel.cuh"
 #include "params.h"
 #include "sm90/launch.h"
@@ -18,7 +18,7 @@ const char* launch_filter(const Params& p, sm90::Grid grid, cudaStream_t stream)
                                                                   sizeof(FilterStorage<T, Shape>), stream, p);
 }
 
-// The columns of a row; and those that a read of whole units begins with before rows that do not begin 16-byte aligned.
+// The columns of a row, plus those that a read of whole units covers before a row that is not 16-byte aligned.
 template <class T>
 int columns_read(const Params& p) {
   const bool aligned = reinterpret_cast<uintptr_t>(p.logits) % 16 == 0 && p.logits_stride * sizeof(T) % 16 == 0;

@@ -1,4 +1,4 @@
-// dsa::topk_select on CUDA: argument checks, allocation, launch. docs/indexer.md has the definition.
+// dsa::topk_select on CUDA: argument checks, allocation, launch. Definition: docs/indexer/topk_select.md.
 #include <tuple>
 
 #include "ops/indexer/topk_select/config.h"

@@ -1,4 +1,5 @@
-// Selection among held entries: the last key that is kept, digit by digit, and the entries in the order of ids.
+// Radix select among held entries: finds the last key to keep, digit by digit, and gathers the kept entries in id
+// order.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -7,19 +8,19 @@
 
 namespace dsa::topk_select {
 
-// What is kept: all keys above `bar`, and the first `ties` equal to it.
+// What is kept: all keys above `bar`, and the first `ties` keys equal to it.
 struct Selection {
   unsigned bar, ties;
 };
 
-// Where a search begins: the first digit of a key is what it exceeds `low` by, shifted. Where that leaves keys out
-// because they are higher, `keys` is the number of all keys that are not below `low`.
+// Where a search begins: the first digit of a key is (key - low) >> shift. If that leaves out higher keys, `keys` is
+// the number of all keys that are not below `low`.
 struct Start {
   unsigned low = 0, keys = 0;
   int shift;
 };
 
-// How many of a thread's keys, a bit each, stand before this lane's in each piece of the warp, and in all of a piece.
+// Counts of a thread's keys, given one bit each: before this lane in each piece of the warp, and in the whole piece.
 template <int kPieces>
 class PieceCounts {
   static constexpr int kWords = kPieces / 4;
@@ -33,7 +34,7 @@ class PieceCounts {
  public:
   __device__ __forceinline__ explicit PieceCounts(unsigned bits) {
     bits -= bits >> 1 & 0x55555555u;
-    bits = (bits & 0x33333333u) + (bits >> 2 & 0x33333333u);  // 4 bits for each piece
+    bits = (bits & 0x33333333u) + (bits >> 2 & 0x33333333u);  // 4 bits per piece
     unsigned counts[kWords];
     if constexpr (kWords == 1) {
       counts[0] = (bits & 0x0f0fu) | (bits & 0xf0f0u) << 12;
@@ -58,13 +59,13 @@ class PieceCounts {
   __device__ __forceinline__ unsigned of_piece(int piece) const { return piece_of(total_, piece); }
 };
 
-// Where a thread's first held entry stands among a CTA's, whose warps hold `pieces` each.
+// The position of a thread's first held entry among a CTA's, whose warps hold `pieces` pieces each.
 __device__ __forceinline__ int held_place(int pieces) {
   const int thread = thread_index();
   return thread / 32 * pieces * kWarpPiece + thread % 32 * kPiece;
 }
 
-// A CTA, or a cluster of `ctas` of them, that selects.
+// The selection by a CTA, or by a cluster of `ctas` CTAs.
 template <class Storage>
 struct Selector {
   using Shape = typename Storage::Shape;
@@ -90,7 +91,7 @@ struct Selector {
     }
   }
 
-  // Of a counter that is the same in all lanes of a warp: the sum over earlier warps, and over all. Synchronises.
+  // Sums a count that is the same in all lanes of a warp: over earlier warps, and over all. Synchronizes the CTA.
   __device__ __forceinline__ uint2 sum_warps(unsigned of_warp) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     if (lane == 0) shared.warp_counts[counts_turn][warp] = of_warp;
@@ -100,7 +101,7 @@ struct Selector {
     return {__reduce_add_sync(~0u, lane < warp ? count : 0), __reduce_add_sync(~0u, count)};
   }
 
-  // Of a counter that is the same in all threads of a CTA: the sum over earlier CTAs, and over all. Synchronises.
+  // Sums a count that is the same in all threads of a CTA: over earlier CTAs, and over all. Synchronizes the cluster.
   __device__ __forceinline__ uint2 sum_ctas(unsigned of_cta, int ctas) {
     if (ctas == 1) return {0, of_cta};
     auto cluster = cooperative_groups::this_cluster();
@@ -118,7 +119,7 @@ struct Selector {
     return sums;
   }
 
-  // Adds what the other CTAs of a cluster have in these bins.
+  // Adds the counts of the cluster's other CTAs for these bins.
   static __device__ __forceinline__ void add_others(unsigned (&bins)[Shape::kBinsOfThread], const unsigned* mine,
                                                     int ctas) {
     auto cluster = cooperative_groups::this_cluster();
@@ -134,8 +135,8 @@ struct Selector {
     }
   }
 
-  // Selects the best `wanted` and at most `spare` more among the keys of `pieces` pieces of each thread of all CTAs, or
-  // all but 0 where there are no more. The histogram is clear, before and after.
+  // Selects the best `wanted` keys, and at most `spare` more, among `pieces` pieces per thread of all CTAs; all keys
+  // but 0 if there are fewer. The histogram is clear before and after.
   template <int kCount>
   __device__ __forceinline__ Selection find(const unsigned (&keys)[kCount], int pieces, unsigned wanted, int ctas,
                                             Start start, unsigned spare = 0) {
@@ -161,7 +162,7 @@ struct Selector {
         if (ctas == 1) *reinterpret_cast<uint4*>(group_bins + i) = {};
       }
       if (ctas > 1) {
-        // All have read the other one.
+        // All CTAs have read the other histogram.
         histogram_turn ^= 1;
         clear(shared.histograms[histogram_turn]);
         add_others(bins, group_bins, ctas);
@@ -197,18 +198,18 @@ struct Selector {
       __syncthreads();
       const Found found = shared.found;
       prefix += found.bin << shift;
-      if (prefix == 0) return {0, 0};  // no key but 0 has such a digit
+      if (prefix == 0) return {0, 0};  // only key 0 has this digit
       wanted -= found.higher;
       if (found.in_bin <= wanted + spare) return {prefix - 1, 0};
       if (shift == 0) return {prefix, wanted};
-      // The digits of a last bin with fewer keys than bins are the uppermost.
+      // If the last bin spans fewer keys than there are bins, its digits are the uppermost bins.
       const int next_shift = max(0, shift - Shape::kDigitBits);
       prefix -= (kBins << next_shift) - (1 << shift);
       shift = next_shift;
     }
   }
 
-  // For which keys it `holds`, a bit each.
+  // A bit for each key: whether holds(key).
   template <class Holds>
   static __device__ __forceinline__ unsigned bits_of(const Keys& keys, int pieces, Holds holds) {
     unsigned bits = 0;
@@ -221,7 +222,7 @@ struct Selector {
     return bits;
   }
 
-  // Which keys are kept, a bit each.
+  // A bit for each key: whether it is kept.
   __device__ __forceinline__ unsigned kept_bits(const Keys& keys, int pieces, Selection selection, int ctas) {
     unsigned bits = bits_of(keys, pieces, [&](unsigned key) { return key > selection.bar; });
     if (selection.ties == 0) return bits;
@@ -242,8 +243,8 @@ struct Selector {
     return bits;
   }
 
-  // Writes the held entries of `bits`, `value(i)` and `id(i)`, to the front of the shared ones, in the order of ids.
-  // Returns how many there are.
+  // Writes the kept entries (`bits`), with value(i) and id(i), to the front of the shared entries, in id order. Returns
+  // their number.
   template <class Value, class Id>
   __device__ __forceinline__ int keep(unsigned bits, int pieces, Value value, Id id) {
     const PieceCounts<kPieces> counts(bits);
@@ -258,7 +259,7 @@ struct Selector {
     return sums.y;
   }
 
-  // The same where entries are held from the shared ones, as they stand.
+  // The same for entries that are in shared memory, in place.
   __device__ __forceinline__ int keep_in_place(unsigned bits, int pieces) {
     const PieceCounts<kPieces> counts(bits);
     const auto move = [&](auto* entries, auto& held, unsigned first_place) {
@@ -270,7 +271,7 @@ struct Selector {
     using Value = std::remove_all_extents_t<decltype(shared.entries.values)>;
     Held<Value> values[kPieces]{};
     load_held(values, shared.entries.values, pieces);
-    const uint2 sums = sum_warps(counts.of_warp());  // all have loaded
+    const uint2 sums = sum_warps(counts.of_warp());  // also: all have loaded
     move(shared.entries.values, values, sums.x);
     Held<int> ids[kPieces]{};
     load_held(ids, shared.entries.ids, pieces);

@@ -1,8 +1,16 @@
-// out_i = sum_j M_ij x_j + h_post_i y, M from h_res by Sinkhorn's rounds, and the gradients of that.
+// out_i = sum_j M_ij x_j + h_post_i y, with M from h_res by Sinkhorn iterations, and its gradients. Math:
+// docs/mhc/mhc_post.md.
 //
-// The rounds take their time one after another, so that a kernel of its own makes them for all tokens at once, a thread
-// a row of weights. Meanwhile the kernel that streams x and y, a CTA a token, has begun to load. Of the gradients a
-// third one goes back through the rounds. docs/mhc.md has the maths.
+// No warp specialization: two kernels forward and three backward, in a chain of programmatic dependent launches (PDL).
+//
+//   kernel             a thread or CTA has         does                                  waits for
+//   mixing             thread: a row of weights    M, by Sinkhorn iterations
+//   mhc_post_fwd/_bwd  CTA: a token                streams x and y; gradients of M       mixing, after its first loads
+//   mixing_bwd         thread: a row of weights    gradients of h_res, through the       mhc_post_bwd, after its own
+//                                                  iterations backward                   forward iterations
+//
+// The iterations are sequential, so a kernel of its own takes them for all tokens at once. Meanwhile the streaming
+// kernel has started to load.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,10 +27,10 @@ namespace dsa::mhc_post {
 
 using namespace dsa::sm90;
 
-inline constexpr int kMaxThreads = 256;           // of a CTA that streams, at most
-inline constexpr int kRowThreads = kWarpThreads;  // of one that makes rounds
+inline constexpr int kMaxThreads = 256;           // of a streaming CTA, at most
+inline constexpr int kRowThreads = kWarpThreads;  // of a CTA of the mixing kernels
 
-// Lanes i * kStreams .. share a token, and have a row each. Sum, or largest, over these lanes.
+// Reduces over the kStreams adjacent lanes that share a token and have one row each.
 template <int kStreams, class Combine>
 __device__ __forceinline__ float over_rows(float value, Combine&& combine) {
 #pragma unroll
@@ -32,11 +40,11 @@ __device__ __forceinline__ float over_rows(float value, Combine&& combine) {
 __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 
-// Whether a sum has its full precision.
+// Whether a sum has full precision.
 __device__ __forceinline__ bool is_usual(float sum) { return sum > 1e-30f && sum < 1e30f; }
 
-// log2 of the sums of 2^row: of the columns, and of the row. Those whose terms are far from 1 are made again beside the
-// largest: by the whole warp if any has such, but a token's result is its own.
+// log2 of the sums of 2^row over the columns, or over the row. Sums whose terms are far from 1 are recomputed relative
+// to their largest term: by the whole warp if any lane has such a sum, but each token keeps its own result.
 template <int kStreams>
 __device__ __forceinline__ void column_sums(const float (&row)[kStreams], float (&of_columns)[kStreams]) {
   bool usual = true;
@@ -71,8 +79,8 @@ __device__ __forceinline__ float row_sum(const float (&row)[kStreams]) {
   return usual ? logarithm : largest + log2_fast(sum);
 }
 
-// Rounds of Sinkhorn on a row of logarithms to the base 2. `keep` gets what each step has subtracted: of the columns
-// the lane's own, then of its row.
+// Sinkhorn iterations on a row of base-2 logarithms. `keep` receives what each step subtracts: the lane's own column's,
+// then its row's.
 template <int kStreams, class Keep>
 __device__ __forceinline__ void normalize(float (&row)[kStreams], int iterations, int lane, Keep&& keep) {
   for (int i = 0; i < iterations; ++i) {
@@ -91,8 +99,8 @@ __device__ __forceinline__ void normalize(float (&row)[kStreams], int iterations
   }
 }
 
-// The gradients of that: of the weights' logarithms behind the last step, to those of h_res. `subtracted` returns what
-// a step has subtracted, of column or row j.
+// The backward pass: from gradients of the weights' logarithms after the last step to those of h_res. `subtracted`
+// returns what a step subtracted from column or row j.
 template <int kStreams, class Subtracted>
 __device__ __forceinline__ void normalize_bwd(float (&gradient)[kStreams], float (&row)[kStreams], int iterations,
                                               int lane, Subtracted&& subtracted) {
@@ -111,7 +119,7 @@ __device__ __forceinline__ void normalize_bwd(float (&gradient)[kStreams], float
   }
 }
 
-// A thread's row of weights, of all tokens'.
+// A thread's row of weights, among those of all tokens.
 template <int kStreams>
 struct Row {
   int64_t index;
@@ -135,7 +143,7 @@ __global__ void __launch_bounds__(kRowThreads) mixing_kernel(const __grid_consta
   for (int j = 0; j < kStreams; ++j) p.mixing[row.index * kStreams + j] = exp2_fast(row.logarithms[j]);
 }
 
-// `dh_res` has the gradients of the weights, and gets those of h_res.
+// `dh_res` holds the gradients of the weights, and receives those of h_res.
 template <int kStreams>
 __global__ void __launch_bounds__(kRowThreads) mixing_bwd_kernel(const __grid_constant__ Params p) {
   __shared__ float subtracted[2 * kMaxIterations][kRowThreads];
@@ -157,7 +165,7 @@ __global__ void __launch_bounds__(kRowThreads) mixing_bwd_kernel(const __grid_co
   for (int j = 0; j < kStreams; ++j) p.dh_res[row.index * kStreams + j] = gradient[j];
 }
 
-// The weights of a token, which every lane of its warp has.
+// A token's weights; every lane has all of them.
 template <int kStreams>
 struct Weights {
   float mixing[kStreams][kStreams], h_post[kStreams];
@@ -214,7 +222,7 @@ __global__ void __launch_bounds__(kMaxThreads, 3) mhc_post_fwd_kernel(const __gr
   }
 }
 
-// Of a warp: lane i gets the sum of values[i].
+// Warp sums: lane i gets that of values[i].
 template <int kValues>
 __device__ __forceinline__ float sums_of_warp(const float (&values)[kValues], int lane) {
   float own = 0.f;

@@ -1,4 +1,4 @@
-// Chooses the instances and launches.
+// Selects the template instances and launches.
 #include "kernel.cuh"
 #include "params.h"
 #include "sm90/launch.h"
@@ -11,13 +11,13 @@ unsigned row_ctas(const Params& p) {
   return static_cast<unsigned>((int64_t{p.tokens} * kStreams - 1) / kRowThreads + 1);
 }
 
-// The weights of all tokens, and then a kernel that streams, which starts as soon as it can.
+// Launches the weights of all tokens, and then a streaming kernel with programmatic dependent launch (PDL).
 template <int kStreams, auto kStream>
 const char* launch_both(const Params& p, cudaStream_t stream) {
   const char* error =
       launch_kernel<mixing_kernel<kStreams>>(p.device, row_ctas<kStreams>(p), kRowThreads, 0, stream, p);
   if (error != nullptr) return error;
-  // As few threads as take the columns in as few turns.
+  // The fewest threads that take the columns in the fewest rounds.
   const int warps = (p.columns / kPieceColumns - 1) / kWarpThreads + 1;
   const int turns = (warps - 1) / (kMaxThreads / kWarpThreads) + 1, threads = ((warps - 1) / turns + 1) * kWarpThreads;
   return launch_kernel<kStream>(p.device, Grid(p.tokens, 1, /*starts_early=*/true), threads, 0, stream, p);

@@ -1,4 +1,4 @@
-// dsa::mhc_post_fwd and dsa::mhc_post_bwd on CUDA: argument checks, allocation, launch. docs/mhc.md has the maths.
+// dsa::mhc_post_fwd and dsa::mhc_post_bwd on CUDA: argument checks, allocation, launch. Math: docs/mhc/mhc_post.md.
 #include <cstdint>
 #include <tuple>
 
@@ -11,7 +11,7 @@ namespace {
 
 constexpr char kForward[] = "dsa::mhc_post_fwd", kBackward[] = "dsa::mhc_post_bwd";
 
-// Everything that needs no device, so that it is tested without one.
+// All checks that need no device, so that they are tested without one.
 void check_inputs(const char* op, const Tensor& x, const Tensor& y, const Tensor& h_post, const Tensor& h_res,
                   int64_t iterations) {
   mhc::check_streams(op, x);

@@ -1,20 +1,20 @@
-// What crosses from the host to the kernels. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 namespace dsa::mhc_post {
 
-inline constexpr int kMaxIterations = 100;  // of Sinkhorn's rounds
+inline constexpr int kMaxIterations = 100;  // Sinkhorn iterations
 
 struct Params {
-  const void *x, *y;            // bf16 [tokens, streams, columns], [tokens, columns], contiguous, as all
+  const void *x, *y;            // bf16 [tokens, streams, columns], [tokens, columns]; all are contiguous
   const float *h_post, *h_res;  // [tokens, streams], [tokens, streams, streams]
-  const void* dout;             // bf16 as x; of the gradients alone
+  const void* dout;             // bf16, like x; gradients only
   void* out;                    // bf16: the result, or dx
   void* dy;
   float *dh_post, *dh_res;
-  float* mixing;  // scratch [tokens, streams, streams]: weights behind the last round
+  float* mixing;  // scratch [tokens, streams, streams]: weights after the last iteration
   int tokens, streams, columns, iterations;
-  int device;  // index of the one that runs the kernel
+  int device;  // CUDA device index
 };
 
 // Launch on `stream` (a cudaStream_t). Return null, or a text that says what failed.

@@ -1,8 +1,19 @@
-// The gradients of mhc_pre_fwd in three kernels: of the gates, token by token; of x, and of phi over runs of tokens, by
-// columns; and sums over the runs. docs/mhc.md has the maths.
+// The gradients of mhc_pre_fwd, in three kernels chained by programmatic dependent launch (PDL). Math:
+// docs/mhc/mhc_pre.md.
 //
-// With G = dh_mix' x, over all tokens, dphi is gamma G and dgamma the sum over phi's rows of phi G: so dh_mix phi is
-// needed for dx alone. Where phi and dh_mix are operands they are split in two bf16 numbers.
+//   kernel   role (registers)     does                                                       waits on     signals
+//   gates    CTA: a token         gradients of the gates: dh_mix, terms of dbias and dalpha
+//   columns  copy: 1 thread (24)  loads x, dh_in, dh_mix of a tile (dh_mix after gates);     done         full (TMA)
+//                                 stores dx (TMA)
+//            multiply: 8 or 16    dx of a tile, to shared memory; sums G for dphi, over a    full         done
+//            warps (104 or 112)   run of tokens
+//   reduce   CTA: columns, or an  sums over the runs: dphi, dgamma; or dbias, dalpha         columns
+//            element of dbias,
+//            dalpha
+//
+// 8 warps with 2 streams, 16 with 4. With G = dh_mix^T x over all tokens, dphi is gamma G, and dgamma is the sum over
+// phi's rows of phi G: so dh_mix phi is needed for dx alone. As operands, phi and dh_mix are split into two bf16
+// numbers each (rounded part and remainder).
 #pragma once
 
 #include <cuda.h>
@@ -21,9 +32,9 @@ namespace dsa::mhc_pre_bwd {
 using namespace dsa::sm90;
 
 inline constexpr int kTokenThreads = 256;
-inline constexpr int kChunk = 64;  // columns, of which a swizzled row has no more
+inline constexpr int kChunk = 64;  // columns: the swizzle has no longer rows
 inline constexpr int kChunks = kColumns / kChunk, kStages = 4;
-inline constexpr int kGroups = 4;  // of 8 columns, of a warp
+inline constexpr int kGroups = 4;  // per warp, of 8 columns
 inline constexpr int kReduceColumns = 192, kReduceParts = 4, kReduceThreads = kReduceColumns * kReduceParts;
 
 template <int kStreams>
@@ -31,22 +42,22 @@ struct Shape {
   static constexpr int kMixed = kStreams * kStreams + 2 * kStreams;
   static constexpr int kSteps = (kMixed + 15) / 16;  // of 16 rows of phi
   static constexpr int kPitch = pitch_of(kStreams);
-  // A warp has half a chunk of a stream; one more copies, and has others of its warpgroup beside it, so that it can
-  // leave them its registers.
+  // A multiply warp has half a chunk of a stream. The copying thread has a warpgroup of its own, whose registers it
+  // leaves to the others.
   static constexpr int kWarps = 2 * kChunks * kStreams, kThreads = kWarps * kWarpThreads + kWarpgroupThreads;
   static constexpr int kStart = 65536 / (ctas_per_sm(kStreams) * kThreads) / 8 * 8, kCopyRegisters = 24;
   static constexpr int kRegisters =
       (kStart * kThreads - kCopyRegisters * kWarpgroupThreads) / (kWarps * kWarpThreads) / 8 * 8;
 };
 
-// Behind a row of dh_mix in scratch there is room for 4 numbers: h_pre behind what is rounded, and what x is multiplied
-// by behind what that leaves out.
+// After a row of dh_mix, scratch has room for 4 numbers: h_pre after the rounded part, and the factor of x after the
+// remainder.
 template <int kStreams>
 __device__ __forceinline__ float* behind(__nv_bfloat16* row) {
   return reinterpret_cast<float*>(row + Shape<kStreams>::kSteps * 16);
 }
 
-// A token a CTA.
+// One CTA per token.
 template <int kStreams>
 __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_constant__ Params p) {
   constexpr int kMixed = Shape<kStreams>::kMixed, kPitch = Shape<kStreams>::kPitch;
@@ -104,7 +115,7 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
   if (lane < kStreams) behind<kStreams>(g_high)[lane] = p.h_pre[token * kStreams + lane];
   if (lane == 0) behind<kStreams>(g_low)[0] = along * inv_rms * inv_rms * inv_rms / (kStreams * p.columns);
   if (lane >= Shape<kStreams>::kSteps * 16) return;
-  const float dh_mix = dmixed * inv_rms;  // zero behind the last
+  const float dh_mix = dmixed * inv_rms;  // 0 in the padding after row kMixed
   const __nv_bfloat16 high = __float2bfloat16_rn(dh_mix);
   g_high[lane] = high, g_low[lane] = __float2bfloat16_rn(dh_mix - __bfloat162float(high));
 }
@@ -122,7 +133,7 @@ struct ColumnStorage {
   uint64_t full[kStages], done[kStages];
 };
 
-// The tiles of a CTA: a run of tokens.
+// A CTA's run of tiles of tokens.
 struct Run {
   int first_column, first_tile, end_tile, index;
 
@@ -134,7 +145,7 @@ struct Run {
   }
 };
 
-// The thread that copies, to and fro.
+// Producer, and stores of dx. Run by one thread.
 template <int kStreams>
 __device__ __forceinline__ void copy_tiles(ColumnStorage<kStreams>& shared, const Params& p, const Run& run,
                                            const CUtensorMap& x_map, const CUtensorMap& dh_in_map,
@@ -169,7 +180,7 @@ __device__ __forceinline__ void copy_tiles(ColumnStorage<kStreams>& shared, cons
                 {run.first_column + chunk * kChunk, tile * kTokens, 0, 0, 0});
     }
     tma_store_commit();
-    // Into the stage of the tile before, which has left meanwhile.
+    // Refill the stage of the tile before, whose stores have been read meanwhile.
     const int next = tile - 1 + kStages;
     if (tile > run.first_tile && next < run.end_tile) {
       tma_store_wait_read<1>();
@@ -180,7 +191,7 @@ __device__ __forceinline__ void copy_tiles(ColumnStorage<kStreams>& shared, cons
   tma_store_wait_read();
 }
 
-// A CTA has some columns of all streams, and a run of tokens; a warp 32 of the columns.
+// A CTA has some columns of all streams, and a run of tokens; a warp has 32 of the columns.
 template <int kStreams>
 __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStreams))
     columns_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap x_map,
@@ -205,12 +216,12 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
     return;
   }
   set_registers<S::kRegisters, S::kStart>();
-  // This warp's 32 columns: of phi as right operands, and of gamma where a lane has sums.
+  // This warp's 32 columns: phi as B operands, and gamma of the lane's accumulators.
   const int row = lane / 4, column = lane % 4 * 2;
   const int stream = warp / (2 * kChunks), chunk = warp / 2 % kChunks, first_piece = warp % 2 * kGroups;
   const int warp_column = run.first_column + chunk * kChunk + first_piece * 8;
   const int64_t flat_columns = int64_t{kStreams} * p.columns, flat_column = int64_t{stream} * p.columns + warp_column;
-  uint32_t phi[2][kGroups][kSteps][2];  // rounded, and what that leaves out
+  uint32_t phi[2][kGroups][kSteps][2];  // rounded part and remainder
   float2 gamma[kGroups];
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
@@ -241,7 +252,7 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
 #pragma unroll 1
     for (int first = 0; first < kTokens; first += 16) {
       float dv[kGroups][4] = {};
-      uint32_t x[kGroups / 2][4];  // 16 tokens as the reduction, two groups of 8 columns each
+      uint32_t x[kGroups / 2][4];  // 16 tokens as the K dimension, two groups of 8 columns each
 #pragma unroll
       for (int i = 0; i < kGroups / 2; ++i) {
         const int place = swizzled_offset(first + lane % 16, first_piece + 2 * i + lane / 16);
@@ -256,7 +267,7 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
           load_matrices(shared_address(rows + lane % 16 * kPitch + lane / 16 * 8), a);
           load_matrices_transposed(shared_address(rows + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8),
                                    transposed);
-          // In an order in which none waits for the one before.
+          // Ordered so that consecutive products do not depend on each other.
 #pragma unroll
           for (int group = 0; group < kGroups; ++group) {
             multiply(dv[group], a, phi[0][group][step][0], phi[0][group][step][1]);
@@ -288,7 +299,7 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
                         fmaf(gamma[group].y, dv[group][2 * half + 1], fmaf(h_pre, upstream.y, -factor * of_x.y)));
         }
       }
-      __syncwarp();  // all have read what is now overwritten
+      __syncwarp();  // all lanes have read what is overwritten next
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -317,7 +328,7 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
   }
 }
 
-// Of a CTA, in a fixed order; the first thread has it.
+// Sum over a CTA, in a fixed order; only the first thread gets it.
 __device__ __forceinline__ float sum_of_cta(float value) {
   __shared__ float of_warps[kReduceThreads / kWarpThreads];
   value = sum_of_warp(value);
@@ -328,8 +339,8 @@ __device__ __forceinline__ float sum_of_cta(float value) {
   return sum;
 }
 
-// The first CTAs sum over the runs: a thread has a column, and a quarter of phi's rows. The others have a gradient each
-// of bias, and then of alpha, which are sums of neighbours in scratch.
+// The first CTAs sum over the runs: a thread has a column and a quarter of phi's rows. Each other CTA sums one element
+// of dbias or dalpha, whose terms are adjacent in scratch.
 template <int kStreams>
 __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_constant__ Params p) {
   constexpr int kMixed = Shape<kStreams>::kMixed, kRows = kMixed / kReduceParts;
@@ -365,7 +376,7 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_con
     p.dgamma[column] = dgamma;
     return;
   }
-  const int part = job - kMixed;  // of alpha, whose terms are behind those of bias
+  const int part = job - kMixed;  // element of alpha; its terms follow those of bias
   const int begin = part < 0 ? job : kMixed + part * kStreams;
   const int end = part < 0 ? job + 1 : part == 2 ? 2 * kMixed : begin + kStreams;
   float sum = 0.f;

@@ -1,4 +1,4 @@
-// Chooses the instances and launches.
+// Selects the template instances and launches.
 #include "kernels.cuh"
 #include "params.h"
 #include "sm90/launch.h"
@@ -7,7 +7,7 @@
 namespace dsa::mhc_pre_bwd {
 namespace {
 
-// Those that are for tokens, of which there is one at least.
+// Launches the kernels that run over tokens, of which there must be one at least.
 template <int kStreams>
 const char* launch_tokens(const Params& p, cudaStream_t stream) {
   CUtensorMap x_map, dh_in_map, dx_map;

@@ -1,4 +1,4 @@
-// dsa::mhc_pre_bwd on CUDA: argument checks, allocation, launch. docs/mhc.md has the maths.
+// dsa::mhc_pre_bwd on CUDA: argument checks, allocation, launch. Math: docs/mhc/mhc_pre.md.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Ten
   x = aligned_contiguous(x);
   const int64_t tokens = x.size(0) * x.size(1), flat = streams * columns;
   const int64_t padded = (tokens + kTokens - 1) / kTokens * kTokens;
-  // Without tokens there are no runs, and sums of none are zero.
+  // Without tokens there are no runs, and empty sums are zero.
   const int64_t tiles = padded / kTokens, slots = ctas_per_sm(static_cast<int>(streams)) * call.num_sms;
   const int64_t runs = std::min(std::max<int64_t>(slots / (columns / kColumns), 1), tiles);
   const auto floats = [&](std::initializer_list<int64_t> sizes) { return empty(sizes, ScalarType::Float, call.index); };

@@ -1,11 +1,19 @@
-// The gates of hyper-connections and what a layer reads of the streams, for 16 tokens at a time.
+// The gates of hyper-connections and a layer's input h_in, for 16 tokens at a time. Math: docs/mhc/mhc_pre.md.
 //
-// A cluster of CTAs shares the columns: each has a run of them, of every stream, so that it sees all that it needs for
-// its part of h_in, and reads x once. Warps have four roles. One copies x. Eight multiply it with phi, which stays in
-// registers, times gamma and split in two bf16 numbers: each has a part of every 64 columns of one stream. They add up
-// each other's sums, and send them to the CTA that owns the token. There three warps add up what all CTAs have sent, in
-// a fixed order, make the gates, and send h_pre to all. Four more then weigh the tile, which is still there, while the
-// next one is multiplied. docs/mhc.md has the maths.
+// Warp specialization. Who does what, for a tile of 16 tokens:
+//
+//   role      warps  registers  does                                          waits on            signals
+//   multiply  0-7    216        products with phi and squares of x            full                phi_is_here (once)
+//                               sums of all 8 warps, sent as messages         named barrier       sums
+//   weigh     8-11   48         h_in = sum of h_pre x, this CTA's columns     h_pre, full         empty
+//   copy      12     32         loads x (TMA, one thread)                     empty, phi_is_here  full
+//   gates     13-15  32         adds up all CTAs' sums; gates; h_pre is sent  sums                h_pre
+//
+// A cluster of CTAs splits the columns: each has a run of them, of every stream, so that it can compute its part of
+// h_in, and x is read once. phi times gamma stays in the multiply warps' registers, split into two bf16 numbers; each
+// warp has a part of every 64 columns of one stream. The CTA that owns a token adds up all CTAs' sums in a fixed order
+// and sends h_pre to all (messages: sm90/cluster.cuh). The tile, still in shared memory, is then weighed while the next
+// is multiplied.
 #pragma once
 
 #include <cuda.h>
@@ -26,14 +34,14 @@ namespace dsa::mhc_pre_fwd {
 
 using namespace dsa::sm90;
 
-inline constexpr int kTokens = 16;  // of a tile
-inline constexpr int kChunk = 64;   // columns of a stream that are copied together
-inline constexpr int kStages = 3;   // of tiles, and turns of their messages
+inline constexpr int kTokens = 16;  // per tile
+inline constexpr int kChunk = 64;   // columns of a stream per copy
+inline constexpr int kStages = 3;   // of tiles, and of their messages
 inline constexpr int kMultiplyWarps = 8, kWeighWarps = 4, kGateWarps = 3;
 inline constexpr int kMultiplyThreads = kMultiplyWarps * kWarpThreads, kWeighThreads = kWeighWarps * kWarpThreads;
 inline constexpr int kThreads = kMultiplyThreads + 2 * kWarpgroupThreads;
 inline constexpr int kMultiplyBarrier = 1;
-// Registers of a thread: at the start, which is all that there is to share, and then of each role.
+// Registers per thread: at launch, which is all that can be shared out, and then by role.
 inline constexpr int kStart = 65536 / kThreads, kMultiplyRegisters = 216, kWeighRegisters = 48, kOtherRegisters = 32;
 static_assert(2 * kMultiplyRegisters + kWeighRegisters + kOtherRegisters <= 4 * kStart);
 
@@ -41,25 +49,25 @@ template <int kStreams_>
 struct Shape {
   static constexpr int kStreams = kStreams_;
   static constexpr int kWarpsOfStream = kMultiplyWarps / kStreams;
-  static constexpr int kSteps = kChunk / 16 / kWarpsOfStream;  // of 16 columns, of each chunk
+  static constexpr int kSteps = kChunk / 16 / kWarpsOfStream;  // of 16 columns, per chunk
   static constexpr int kMixed = kStreams * kStreams + 2 * kStreams;
-  static constexpr int kGroups = kMixed / 8;  // of columns of a product
-  static constexpr int kSums = kMixed + 1;    // of a token: with phi's rows, and of squares
+  static constexpr int kGroups = kMixed / 8;  // of 8 columns of a product
+  static constexpr int kSums = kMixed + 1;    // per token: products with phi's rows, and the sum of squares
   static constexpr int kPitch = kMixed + 2;
 };
 
 template <class S, int kChunks>
 struct SharedStorage {
   alignas(1024) __nv_bfloat16 x[kStages][kChunks][S::kStreams][kTokens * kChunk];
-  // A token's sums, of each warp, by column_of_row; of tiles in turn.
+  // Each warp's sums of a token, ordered by column_of_row; double-buffered by tile.
   alignas(16) float products[2][kMultiplyWarps][kTokens][S::kPitch];
-  // Messages: sums of this CTA's tokens from each CTA of the cluster, and h_pre of all tokens from their owners.
+  // Messages: each CTA's sums of this CTA's tokens, and h_pre of all tokens from their owners.
   float sums[kStages][kTokens][S::kPitch];
   alignas(16) float h_pre[kStages][kTokens][S::kStreams];
   uint64_t full[kStages][kChunks], empty[kStages][kChunks], phi_is_here;
 };
 
-// The tiles of a cluster, and its CTA's columns.
+// The tiles of a cluster, and the columns of this CTA.
 struct Work {
   int ctas, rank;
   int cluster, clusters;
@@ -73,21 +81,21 @@ struct Work {
     first_chunk = all_chunks * rank / ctas, chunks = all_chunks * (rank + 1) / ctas - first_chunk;
   }
   __device__ __forceinline__ int first_token(int i) const { return (cluster + i * clusters) * kTokens; }
-  __device__ __forceinline__ int own_tokens() const { return kTokens / ctas; }  // of each tile
+  __device__ __forceinline__ int own_tokens() const { return kTokens / ctas; }  // per tile
 };
 
-// Operands of one step of 16 columns: each 8 rows of phi, rounded, and what that leaves out.
+// B operands of one step of 16 columns: for each 8 rows of phi, rounded part and remainder.
 template <class S>
 struct Weights {
   uint32_t high[S::kGroups][2], low[S::kGroups][2];
 };
 
-// Which column of a product is with row `row` of phi.
+// The column of a product that belongs to row `row` of phi.
 __device__ __forceinline__ constexpr int column_of_row(int row) { return row / 8 * 8 + row % 4 * 2 + row / 4 % 2; }
 
-// All loads are under way before the first is needed. A warp's load has 16 columns of 4 rows, so that it touches few
-// lines; lanes then exchange halves of them, such that an even group of four has the first half's rows and an odd one
-// the second's (see column_of_row).
+// Issues all loads before the first is needed. A warp's load covers 16 columns of 4 rows, so that it touches few lines.
+// Lanes then exchange halves, so that an even group of four lanes has the first half's rows and an odd one the second's
+// (see column_of_row).
 template <class S, int kChunks>
 __device__ __forceinline__ void load_weights(Weights<S> (&weights)[kChunks][S::kSteps], const Params& p,
                                              const Work& work, int warp, int lane) {
@@ -144,7 +152,7 @@ __device__ __forceinline__ void load_weights(Weights<S> (&weights)[kChunks][S::k
   }
 }
 
-// The thread that copies: the first tile at once, and others when phi is here, which is needed first.
+// Producer, one thread: loads the first tile at once, and further ones after phi, which is needed first.
 template <class S, int kChunks>
 __device__ __forceinline__ void copy(SharedStorage<S, kChunks>& shared, const CUtensorMap& x_map, const Work& work) {
   Ring<kStages> ring;
@@ -161,10 +169,10 @@ __device__ __forceinline__ void copy(SharedStorage<S, kChunks>& shared, const CU
   }
 }
 
-// A lane's part of the gates: lane m has the sum with row m of phi, and the one behind these that of squares.
+// A lane's part of the gates: lane m has the sum with row m of phi, and lane kMixed the sum of squares.
 template <class S>
 struct Gates {
-  int lane, part;  // 0: pre, 1: post, 2: res
+  int lane, part;  // part: 0: pre, 1: post, 2: res
   float alpha, bias, share;
 
   __device__ __forceinline__ Gates(const Params& p, int lane)
@@ -176,7 +184,7 @@ struct Gates {
     share = 1.f / (S::kStreams * p.columns);
   }
 
-  // What the token has, of which `send_h_pre` gets h_pre, and the rest is written.
+  // Computes a token's gates; `send_h_pre` receives h_pre, the others are written to global memory.
   template <class Send>
   __device__ __forceinline__ void make(const Params& p, float sum, int64_t token, Send&& send_h_pre) const {
     constexpr int kStreams = S::kStreams;
@@ -196,7 +204,7 @@ struct Gates {
   }
 };
 
-// The warps that make gates, each of some of this CTA's tokens.
+// The gate warps, each with some of this CTA's tokens.
 template <class S, int kChunks>
 __device__ __forceinline__ void make_gates(SharedStorage<S, kChunks>& shared, const Params& p, const Work& work,
                                            int warp, int lane) {
@@ -217,7 +225,7 @@ __device__ __forceinline__ void make_gates(SharedStorage<S, kChunks>& shared, co
           sum += part, complete &= has_come(part);
         }
       } while (__any_sync(~0u, !complete));
-      // Put back before the gates are known, and with them that the sums have been read.
+      // Clear the messages before the gates are sent: h_pre tells the senders that their sums were read.
 #pragma unroll 4
       for (int from = 0; from < work.ctas; ++from) clear_message(first + from * S::kPitch);
       const int t = work.rank * own_tokens + own;
@@ -233,7 +241,7 @@ __device__ __forceinline__ void make_gates(SharedStorage<S, kChunks>& shared, co
   }
 }
 
-// Of 16 tokens, a warp's columns: their products with phi, and their squares.
+// A warp's columns of 16 tokens: their products with phi, and their squares.
 template <class S, int kChunks>
 __device__ __forceinline__ void multiply_tile(const __nv_bfloat16 (&tile)[kChunks][S::kStreams][kTokens * kChunk],
                                               uint64_t (&full)[kChunks], uint32_t parity,
@@ -276,7 +284,7 @@ __device__ __forceinline__ void multiply_tile(const __nv_bfloat16 (&tile)[kChunk
   }
 }
 
-// Where a lane sends its sum of token `t`: the owner's place for what this CTA has.
+// The address to which a lane sends its sum of token `t`: the owner's place for this CTA.
 template <class S, int kChunks>
 __device__ __forceinline__ uint32_t place_of_sums(const SharedStorage<S, kChunks>& shared, const Work& work, int t,
                                                   int lane) {
@@ -284,8 +292,7 @@ __device__ __forceinline__ uint32_t place_of_sums(const SharedStorage<S, kChunks
   return remote_address(&shared.sums[0][own * work.ctas + work.rank][lane], owner);
 }
 
-// The warps that multiply. Each then adds up what all have of some tokens, and sends it to their owners, who will send
-// h_pre.
+// The multiply warps. Each also adds up all warps' sums of some tokens and sends them to the tokens' owners.
 template <class S, int kChunks>
 __device__ __forceinline__ void multiply_tiles(SharedStorage<S, kChunks>& shared, const Params& p, const Work& work,
                                                int warp, int lane) {
@@ -315,7 +322,7 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage<S, kChunks>& shared
   }
 }
 
-// Word `lane` of `count` that are sent to this warp, when all have come. The places are empty again.
+// Waits for `count` messages to this warp and returns number `lane`. Clears them.
 __device__ __forceinline__ float receive(float* words, int count, int lane) {
   float* const place = words + lane % count;
   float word;
@@ -326,7 +333,7 @@ __device__ __forceinline__ float receive(float* words, int count, int lane) {
   return word;
 }
 
-// The warps that weigh: this CTA's columns of h_in.
+// The weigh warps: this CTA's columns of h_in.
 template <class S, int kChunks>
 __device__ __forceinline__ void weigh_tiles(SharedStorage<S, kChunks>& shared, const Params& p, const Work& work,
                                             int thread) {
@@ -365,7 +372,7 @@ __device__ __forceinline__ void weigh_tiles(SharedStorage<S, kChunks>& shared, c
             pack_bf16(out[0].x, out[0].y), pack_bf16(out[1].x, out[1].y), pack_bf16(out[2].x, out[2].y),
             pack_bf16(out[3].x, out[3].y)};
       }
-      __syncwarp();  // behind the stores, which wait for what has been read
+      __syncwarp();  // after the stores, which wait for the reads
       if (lane == 0) arrive(&shared.empty[ring.slot][chunk]);
     }
     ring.advance();
@@ -391,7 +398,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (i < kStages * kTokens * S::kStreams) clear_message(&shared.h_pre[0][0][0] + i);
   }
   cute::cluster_arrive();
-  cute::cluster_wait();  // the only one: nothing is sent to a CTA that does not wait for it
+  cute::cluster_wait();  // the only one: messages are sent only to CTAs that wait for them
 
   if (warp < kMultiplyWarps) {
     set_registers<kMultiplyRegisters, kStart>();

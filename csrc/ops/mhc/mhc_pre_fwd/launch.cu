@@ -1,4 +1,4 @@
-// Chooses the instance and the cluster, and launches.
+// Selects the template instance and the cluster size, and launches.
 #include <algorithm>
 
 #include "kernel.cuh"
@@ -16,7 +16,7 @@ const char* launch_instance(const Params& p, int ctas, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedStorage<S, kChunks>);
   static_assert(kBytes <= kMaxSharedBytes);
   CUtensorMap x_map;
-  const bool encoded =  // tokens as heads, and streams as positions
+  const bool encoded =  // tokens as heads, streams as positions
       encode_head_tensor(&x_map,
                          {p.x, p.columns, p.tokens, 1, p.streams, 1, int64_t{p.streams} * p.columns, 0, p.columns, 0},
                          {.columns = kChunk, .heads = kTokens, .positions = kStreams});
@@ -28,10 +28,10 @@ const char* launch_instance(const Params& p, int ctas, cudaStream_t stream) {
   return launch_kernel<kKernel>(p.device, Grid(clusters * ctas, ctas), kThreads, kBytes, stream, p, x_map, ctas);
 }
 
-// As few CTAs in a cluster as have registers for phi, and two at least: a cluster is needed for messages.
+// The smallest cluster whose registers hold phi, and at least two CTAs: messages need a cluster.
 template <int kStreams>
 const char* launch_streams(const Params& p, cudaStream_t stream) {
-  constexpr int kMost = kStreams == 2 ? 14 : 7;  // chunks
+  constexpr int kMost = kStreams == 2 ? 14 : 7;  // chunks per CTA
   const int chunks = p.columns / kChunk;
   int ctas = 2;
   while (ctas < 16 && (chunks + ctas - 1) / ctas > kMost) ctas *= 2;

@@ -1,4 +1,4 @@
-// dsa::mhc_pre_fwd on CUDA: argument checks, allocation, launch. docs/mhc.md has the maths.
+// dsa::mhc_pre_fwd on CUDA: argument checks, allocation, launch. Math: docs/mhc/mhc_pre.md.
 #include <cstdint>
 #include <optional>
 #include <tuple>

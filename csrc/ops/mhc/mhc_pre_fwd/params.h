@@ -1,4 +1,4 @@
-// What crosses from the host to the kernel. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ struct Params {
   float *h_post, *h_res, *inv_rms, *h_mix, *h_pre;
   float eps;
   int tokens, streams, columns;
-  int device;  // index of the one that runs the kernel
+  int device;  // CUDA device index
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

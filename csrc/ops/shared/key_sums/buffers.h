@@ -1,4 +1,4 @@
-// Memory for key_sums.
+// Allocates the buffers of key_sums.
 #pragma once
 
 #include <vector>
@@ -8,9 +8,9 @@
 
 namespace dsa::key_sums {
 
-// Allocates what a call needs, and says in `params` where it is: the result, which is returned first; sums if
-// `adds_up`; and for `slots` slots a launch, if there are any, `rows` rows and what sorts them. `keys`, `columns` and
-// `device` are given.
+// Allocates the buffers of a call, sets their pointers in `params` and returns them, the result first. Allocates sums
+// if `adds_up`; if `slots`, the slots per launch, is not 0, also `rows` rows and the sort's buffers. The caller sets
+// `keys`, `columns` and `device` before.
 std::vector<Tensor> allocate(Params& params, std::initializer_list<int64_t> result_sizes, bool adds_up, int64_t slots,
                              int64_t rows);
 

@@ -1,4 +1,4 @@
-// Rounds sums; sorts slots by key, and adds up their rows.
+// Kernels that round the fp32 sums; or sort slots by key and add up their rows.
 #include <algorithm>
 #include <bit>
 #include <cub/device/device_radix_sort.cuh>
@@ -12,11 +12,11 @@
 namespace dsa::key_sums {
 namespace {
 
-constexpr int kThreads = 256, kColumns = 8;  // of one thread
+constexpr int kThreads = 256, kColumns = 8;  // per thread
 
 unsigned blocks_of(int64_t items, int per_block) { return unsigned((items + per_block - 1) / per_block); }
 
-// One thread for each 8 columns of a key: rounds the sums and puts their columns in order.
+// One thread per 8 columns of a key: rounds the sums and restores the column order.
 __global__ void __launch_bounds__(kThreads) round_sums_kernel(const __grid_constant__ Params p, int64_t pieces) {
   const int64_t piece = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (piece >= pieces) return;
@@ -28,10 +28,10 @@ __global__ void __launch_bounds__(kThreads) round_sums_kernel(const __grid_const
   static_cast<uint4*>(p.result)[piece] = {pair(0), pair(2), pair(4), pair(6)};
 }
 
-constexpr int kPlaces = 4;  // of one thread
+constexpr int kPlaces = 4;  // per thread
 
-// For each place between two sorted slots: the keys that begin there. Where those are many, all threads of the block
-// share them. Also clears the counters of parts.
+// For each boundary between two sorted slots, writes key_starts of the keys that begin there. Where there are many such
+// keys, all threads of the block share them. Also clears the counters of parts.
 __global__ void __launch_bounds__(kThreads)
     key_starts_kernel(const __grid_constant__ Params p, unsigned slots, unsigned counters) {
   constexpr unsigned kFew = 32;
@@ -71,11 +71,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Sums of 8 columns, as store_rows has them.
+// Sums of 8 columns, in the order of store_rows.
 struct Sums {
   float4 low, high;
 
-  // The rows of sorted slots [begin, end), in their order.
+  // Adds the rows of sorted slots [begin, end), in order.
   __device__ __forceinline__ void add_rows(const Params& p, unsigned begin, unsigned end, int piece) {
     const int row_pieces = p.columns / kColumns;
     const uint4* g_pieces = static_cast<const uint4*>(p.rows) + piece;
@@ -105,8 +105,8 @@ __device__ __forceinline__ float4* sums_of(float* g_rows, int64_t row, int colum
   return reinterpret_cast<float4*>(g_rows + row * columns) + 2 * piece;
 }
 
-// Adds the rows of a key, which add(sums) adds up, to the sums of earlier launches; the last launch rounds and puts the
-// columns in order.
+// Adds the rows of a key, which add(sums) adds up, to the sums of earlier launches; the last launch rounds and restores
+// the column order.
 template <class Add>
 __device__ __forceinline__ void sum_key(const Params& p, int64_t key, int piece, bool is_first, bool is_last,
                                         const Add& add) {
@@ -123,10 +123,10 @@ __device__ __forceinline__ void sum_key(const Params& p, int64_t key, int piece,
   g_key[sm90::stored_column(place + 6) / 2] = sm90::pack_bf16(sums.high.z, sums.high.w);
 }
 
-// Whether the rows of a key are so many that they are added up in parts.
+// Whether a key has so many rows that they are added up in parts.
 __device__ __forceinline__ bool is_cut(unsigned begin, unsigned end) { return end - begin >= 2 * kSegment; }
 
-// One thread for each 8 columns of a key that is not cut: adds up the rows of a launch in the order of their slots.
+// One thread per 8 columns of a key that is not cut: adds up the rows of a launch in the order of their slots.
 __global__ void __launch_bounds__(kThreads)
     sum_rows_kernel(const __grid_constant__ Params p, bool is_first, bool is_last) {
   sm90::let_next_kernel_start();
@@ -137,21 +137,21 @@ __global__ void __launch_bounds__(kThreads)
   sum_key(p, key, threadIdx.x, is_first, is_last, [&](Sums& sums) { sums.add_rows(p, begin, end, threadIdx.x); });
 }
 
-// Parts of kSegment slots from the first slot of a key on, so that its sum does not depend on other keys. In a segment
-// of all sorted slots there may begin one part of a key that began before, and the first part of another.
+// A cut key's slots in parts of kSegment, counted from its first slot, so that its sum does not depend on other keys.
+// In each segment of all sorted slots at most two parts begin: one of a key that began before, and another key's first.
 struct Parts {
-  unsigned begin, end;  // of the key's slots
+  unsigned begin, end;  // the key's slots
 
   __device__ __forceinline__ unsigned count() const { return (end - begin + kSegment - 1) / kSegment; }
   __device__ __forceinline__ unsigned first_slot(unsigned part) const { return begin + part * kSegment; }
-  // Where a part's sums and, for the first one, the key's counter are.
+  // Index of a part's sums; the first part's index is also that of the key's counter.
   __device__ __forceinline__ unsigned place(unsigned part) const {
     return first_slot(part) / kSegment * 2 + (part == 0 && begin % kSegment != 0);
   }
 };
 
-// One thread for each 8 columns of a part of a key that is cut; the last of a key's adds up all, in their order. Starts
-// when the last blocks of sum_rows_kernel run.
+// One thread per 8 columns of a part of a cut key; the last part to finish adds up all, in order. Programmatic
+// dependent launch (PDL): starts when the last blocks of sum_rows_kernel run.
 __global__ void __launch_bounds__(kThreads)
     sum_parts_kernel(const __grid_constant__ Params p, unsigned slots, bool is_first, bool is_last) {
   sm90::wait_for_kernel_before();

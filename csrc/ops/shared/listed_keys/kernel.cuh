@@ -1,9 +1,20 @@
-// What each key that a query lists gets from all heads: sums over heads of a function of q_h.k_i.
+// For each key that a query lists, the sum over heads of a function of q_h . k_i.
 //
-// A CTA walks over queries. One or two warpgroups gather: Q, and keys in tiles of 64, in parts of some columns through
-// a ring of slots, so that a slot is free again as soon as its part has been multiplied. The two others take the tiles
-// in turn. Heads are the columns of the products, S^T = K Q^T, so that a thread holds a quarter of all heads of two
-// keys: while one warpgroup takes exponentials and adds them up, the other multiplies.
+// Warp specialization: two score warpgroups, and one gather warpgroup as producer, or two for up to 128 columns. Who
+// does what:
+//
+//   role     warpgroups  registers   does                                      waits on        signals
+//   score    0, 1        160 or 200  S^T = K Q^T of every other tile; sums     visible_full,   empty, q_empty
+//                                    over heads, to global memory              q_full, full
+//                                    with normalize: divides the row           others_written  others_written
+//   gather   2 (and 3)   96 or 88    keys and visibility mask of a tile        empty           full, visible_full
+//                                    first of them: Q of an item               q_empty         q_full (by TMA)
+//                                    kHidden in the slots after the last tile
+//
+// A CTA walks over queries (persistent kernel). Tiles of 64 keys pass through a ring buffer in parts of some columns,
+// so that a stage is released as soon as its part has been multiplied. Heads are the N dimension of S^T = K Q^T, so
+// that a thread holds two keys for a quarter of all heads: while one score warpgroup takes exponentials and adds them
+// up, the other multiplies. Registers: 160 and 96 with two gather warpgroups, 200 and 88 with one.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -23,9 +34,9 @@ using namespace dsa::sm90;
 
 static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == sm90::kChunkColumns);
 
-// exp(scale * score - lse): the attention that a key gets.
+// exp(scale * score - lse): the attention probability of a key.
 struct Attention {
-  static constexpr float kHidden = 0.f, kNoHead = -INFINITY;  // of a slot that is not visible; of a head that is none
+  static constexpr float kHidden = 0.f, kNoHead = -INFINITY;  // for hidden slots; for missing heads
   static constexpr bool kPartial = false;                     // fewer heads than the instance has
   float scale;
 
@@ -36,7 +47,7 @@ struct Attention {
   }
 };
 
-// relu(score) * weight: the score that the indexer gives a key.
+// relu(score) * weight: the indexer's score of a key.
 struct Indexer {
   static constexpr float kHidden = -INFINITY, kNoHead = 0.f;
   static constexpr bool kPartial = false;
@@ -48,7 +59,7 @@ struct Indexer {
   }
 };
 
-// The same with fewer heads than the instance has. What they need costs all others up to 4 %.
+// The same with fewer heads than the instance has. A function of its own, because its checks cost up to 4 %.
 template <class Function>
 struct Partial : Function {
   static constexpr bool kPartial = true;
@@ -59,19 +70,19 @@ template <Config kC>
 struct SharedStorage {
   alignas(1024) Bf16 q[kC.heads * kC.columns];
   alignas(1024) Bf16 keys[kC.slots()][kC.slot_chunks() * kChunkElements];
-  uint32_t visible[kC.visible_slots()][4];              // of a tile, see publish_visible
-  float sums[2][kScoreWarpgroups][kWarpsPerWarpgroup];  // of a row, for two items in turn
+  uint32_t visible[kC.visible_slots()][4];              // per tile, see publish_visible
+  float sums[2][kScoreWarpgroups][kWarpsPerWarpgroup];  // row sums, double-buffered by item
   uint64_t q_full[kC.parts()], q_empty[kC.parts()];
   uint64_t full[kC.slots()], empty[kC.slots()];
   uint64_t visible_full[kC.visible_slots()];
-  uint64_t others_written[2];  // for two items in turn
+  uint64_t others_written[2];  // double-buffered by item
 };
 
 // The heads of one query and group.
 struct Item {
   int group, s, b;
   int slots, id_end;  // slots and ids below these are visible
-  int tiles;          // that hold them
+  int tiles;          // tiles that hold visible slots
 
   __device__ __forceinline__ Item(const Params& p, int index) {
     group = index % p.groups;
@@ -83,7 +94,7 @@ struct Item {
     id_end = visible_end(p.seq_kv, p.causal, p.q_start, p.positions_per_key, s);
     tiles = id_end > 0 ? (slots + kTileKeys - 1) / kTileKeys : 0;
   }
-  // Of block `block` of its heads.
+  // The result row of head block `block`.
   __device__ __forceinline__ float* row(const Params& p, int block) const {
     const int64_t rows = static_cast<int64_t>(p.batch) * p.seq_q * p.groups;
     return p.sums + (block * rows + (static_cast<int64_t>(b) * p.seq_q + s) * p.groups + group) * p.topk;
@@ -95,7 +106,8 @@ __device__ __forceinline__ int rows_of_item(const Params& p) {
   return p.per_head_block ? (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads : 1;
 }
 
-// Copies Q and keys, and fills slots behind the last tile. By a warpgroup, number `warpgroup` of those that gather.
+// Producer: loads Q and keys, and fills the slots after the last tile. Run by each gather warpgroup, with its number in
+// `warpgroup`.
 template <Config kC, class Function>
 __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
                                        int warpgroup, int thread) {
@@ -104,7 +116,7 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
   const uint32_t piece_offset = swizzled_offset(gather_row(thread), gather_piece(thread));
   Ring<kC.slots()> ring;
   Ring<kC.visible_slots()> visible_ring;
-  // Tiles of all items are one sequence, of which the warpgroups take theirs in turn.
+  // The tiles of all items form one sequence, which the gather warpgroups take in turn.
   ring.advance(warpgroup * kC.parts()), visible_ring.advance(warpgroup);
   int tiles_before = 0;
   uint32_t q_parity = 1;  // the first Q need not wait
@@ -135,7 +147,7 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
       slots_left -= kGatherers * kTileKeys;
     };
     load_ids();
-    // By the first of the warpgroups that gather: who waits for a barrier must do so in each of its phases.
+    // Only the first gather warpgroup loads Q: a thread that waits on a barrier must wait in every phase.
     const auto load_q = [&](int part) {
       if (warpgroup != 0 || thread != 0) return;
       wait(&shared.q_empty[part], q_parity);
@@ -167,15 +179,15 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
   }
 }
 
-// Scores every other tile, and writes what its keys get. By a warpgroup, number `warpgroup`.
+// Consumer: scores every other tile and writes the sums. Run by each score warpgroup, with its number in `warpgroup`.
 template <Config kC, class Function>
 __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, int warpgroup, int thread) {
   using namespace cute;
   constexpr int kParts = kC.parts(), kSteps = kC.slot_chunks() * kChunkColumns / 16,
                 kBlocks = kC.heads > kBlockHeads ? 2 : 1;
-  constexpr int kColumns = kC.heads / 4;  // of a thread's part of the scores
+  constexpr int kColumns = kC.heads / 4;  // of a thread's accumulator fragment
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-  // In the end a lane has the sum of one key.
+  // After the reduction, a lane has the sum of one key.
   const int odd = lane & 1, warp_key = odd * 8 + lane / 4;
   const bool writes = (lane & 2) == 0;
   const Function function(p);
@@ -190,7 +202,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
                                 Shape<_64, Int<kC.slot_chunks() * kChunkColumns>, Int<kC.slots()>>{})));
   Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kC.heads>>{});
 
-  // Tiles of all items are one sequence, of which the warpgroups take every other.
+  // The tiles of all items form one sequence, of which each score warpgroup takes every other.
   Ring<kC.slots()> ring;
   Ring<kC.visible_slots()> visible_ring;
   if (warpgroup == 1) ring.advance(kParts), visible_ring.advance();
@@ -256,7 +268,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
         if (Function::kPartial && i % 4 == 0 && first_head >= group_heads) break;
         float& sum = sums[first_head / kBlockHeads][i / 2 % 2];
         const float with_head = function.add(sum, r_s(i), of_heads[c]);
-        // A head that does not exist has Q = 0, which a key that is not finite turns into NaN.
+        // A missing head has Q = 0, and 0 times a key that is not finite is NaN.
         sum = !Function::kPartial || head(c) < group_heads ? with_head : sum;
       }
       if (kBlocks == 2 && !p.per_head_block) {
@@ -276,7 +288,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       }
     }
     if (first_tile >= item.tiles && lane == 0) {
-      // Not before the Q that it leaves alone is here: else this would count for the one before.
+      // Wait for the Q that this warpgroup skips: an earlier arrival would count for the phase before.
       for (int part = 0; part < kParts; ++part) {
         wait(&shared.q_full[part], q_parity);
         arrive(&shared.q_empty[part]);
@@ -286,7 +298,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
     tiles_before += item.tiles;
 
     if (p.normalize) {
-      // Whoever had the last tile divides all, when the others have written theirs.
+      // The warpgroup that had the last tile divides the whole row, after the other has written its part.
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) row_sum += __shfl_xor_sync(~0u, row_sum, lanes);
       if (lane == 0) shared.sums[item_count % 2][warpgroup][warp] = row_sum;

@@ -1,4 +1,4 @@
-// Launches the instance for the shape.
+// Selects the template instance for a shape and launches it.
 #pragma once
 
 #include <algorithm>
@@ -27,14 +27,14 @@ const char* launch_instance(const Params& p, cudaStream_t stream) {
                                                                           kBytes, stream, p, q_map);
 }
 
-// For up to kHeads heads a group.
+// For up to kHeads heads per group.
 template <int kKeyColumns, int kHeads, class Function>
 const char* launch_config(const Params& p, cudaStream_t stream) {
   return p.heads / p.groups < kHeads ? launch_instance<kKeyColumns, kHeads, Partial<Function>>(p, stream)
                                      : launch_instance<kKeyColumns, kHeads, Function>(p, stream);
 }
 
-// For up to 64 heads a group.
+// For up to 64 heads per group.
 template <int kKeyColumns, class Function>
 const char* launch_heads(const Params& p, cudaStream_t stream) {
   const int group_heads = p.heads / p.groups;

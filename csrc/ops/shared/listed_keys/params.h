@@ -1,11 +1,11 @@
-// What crosses from the host to kernels whose queries list their keys. No torch, no CUDA headers.
+// Host-to-device parameters of kernels whose queries list their keys. No torch, no CUDA headers.
 #pragma once
 
 #include <cstdint>
 
 namespace dsa::listed_keys {
 
-// Heads of queries are shared out to groups of keys; each query lists the ids of its keys, group by group.
+// Query heads are divided among the groups of keys (GQA); each query lists the ids of its keys per group.
 struct Problem {
   const void* q;           // bf16 [batch, seq_q, heads, d_qk]
   const void* kv;          // bf16 [batch, seq_kv, groups, d_qk]
@@ -19,20 +19,20 @@ struct Problem {
   int64_t topk_length_stride_b, topk_length_stride_s;
 
   int batch, seq_q, seq_kv, heads, groups, topk, d_qk;
-  int device;   // index of the one that runs the kernels
-  int num_sms;  // of that device
+  int device;   // CUDA device index
+  int num_sms;  // SMs of the device
 
   bool causal;
   int64_t q_start;            // position of the first query
-  int64_t positions_per_key;  // a key is complete at its last position
+  int64_t positions_per_key;  // positions per key: a key is complete at its last one
   float sm_scale;
 };
 
-// Of the kernels that give each listed key one number, a sum over heads.
+// For kernels that compute one number per listed key, a sum over heads.
 struct Params : Problem {
-  const float* of_heads;  // one number per head, [batch, seq_q, heads]: lse, or weights
+  const float* of_heads;  // [batch, seq_q, heads]: one number per head, lse or weights
   int64_t of_heads_stride_b, of_heads_stride_s, of_heads_stride_h;
-  float* sums;  // [batch, seq_q, groups, topk], contiguous; or as many for each block of heads of a group
+  float* sums;  // [batch, seq_q, groups, topk], contiguous; with per_head_block one such tensor per head block
   bool normalize = false, per_head_block = false;
 };
 

@@ -1,4 +1,4 @@
-// Chooses the instance.
+// Selects the template instance.
 #include "ops/shared/listed_keys/launch.cuh"
 #include "ops/sparse_mla/attn_dist/params.h"
 

@@ -1,4 +1,4 @@
-// dsa::attn_dist on CUDA: argument checks, allocation, launch. docs/attn_dist.md has the maths.
+// dsa::attn_dist on CUDA: argument checks, allocation, launch. Math: docs/sparse_mla/attn_dist.md.
 #include <cstdint>
 #include <optional>
 

@@ -1,4 +1,4 @@
-// The legal shapes of the sparse MLA backward kernel, and what each may use of an SM.
+// The legal shapes of the sparse MLA backward kernel, and their tiles and register budgets.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,12 @@ namespace dsa::sparse_mla_bwd {
 inline constexpr int kBlockK = 64;      // keys in one tile
 inline constexpr int kBlockHeads = 64;  // heads in one CTA
 
-// Items that a group's heads make.
+// Blocks of heads, and so items, per group.
 constexpr int head_blocks(int heads, int groups) { return (heads / groups + kBlockHeads - 1) / kBlockHeads; }
 
 enum Role { kFrontRole, kBackRole, kScoreRole };
 
-// The first d_v columns of dkv that one role computes, `step` at a time. The front role has the others too.
+// The columns of dkv, of the first d_v, that one role computes, `step` at a time. The front role also has the tail.
 struct KeyColumns {
   int begin, end, step;
 };
@@ -22,7 +22,7 @@ struct KeyColumns {
 struct Config {
   int d_qk, d_v;
   KeyColumns key_columns[3];  // by role
-  int registers[3];           // of a thread, by role
+  int registers[3];           // per thread, by role
 };
 
 inline constexpr Config kConfigs[] = {
@@ -32,24 +32,24 @@ inline constexpr Config kConfigs[] = {
 
 inline constexpr int kThreads = 384;  // two gradient warpgroups, one score warpgroup
 inline constexpr int kMaxSharedBytes = 227 * 1024;
-inline constexpr int kMaxRegisters = 3 * 168;  // three threads', one of each warpgroup, as the kernel starts
+inline constexpr int kMaxRegisters = 3 * 168;  // per thread at launch, summed over the three warpgroups
 
-// How (query, head block) items are cut: the first `whole` are a CTA each, and each of the others, which would leave
-// most of the chip idle, is `parts` CTAs that share its keys.
+// How (query, head block) items are split: the first `whole` are one CTA each. The rest, which would leave most of the
+// GPU idle, are split over keys into `parts` CTAs each.
 struct Plan {
   int64_t whole;
   int parts;
 };
 
 constexpr Plan plan_items(int64_t items, int topk, int num_sms) {
-  constexpr int kTilesOfPart = 2;  // at least, so that its start pays
+  constexpr int kTilesOfPart = 2;  // at least, to pay for a CTA's start
   const int rest = static_cast<int>(items % num_sms), tiles = (topk + kBlockK - 1) / kBlockK;
   const int parts = rest == 0 ? 1 : std::min(num_sms / rest, tiles / kTilesOfPart);
   return parts > 1 ? Plan{items - rest, parts} : Plan{items, 1};
 }
 
-// Queries of one launch of a deterministic call. Their rows of dkv take at most this much room, but for a single query
-// that takes more; and where it is many items, they fill waves of CTAs.
+// Queries per launch of a deterministic call. Their rows of dkv take at most kRowBytes, unless a single query takes
+// more; if there are many items, they fill whole waves of CTAs.
 inline constexpr int64_t kRowBytes = int64_t{1} << 30;
 
 constexpr int64_t queries_at_once(int64_t items_of_query, int topk, int d_qk, int num_sms) {

@@ -1,4 +1,4 @@
-// The last steps: dq of items that were split, and the gradient of the sinks.
+// The last steps: dq of split items, and the gradient of the attention sinks.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace dsa::sparse_mla_bwd {
 
 inline constexpr int kCombineThreads = 256;
 
-// One thread for each 2 columns of a row of an item that was split: the sum of its parts.
+// One thread per 2 columns of a row of a split item: adds up its parts.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Params p, int pairs) {
   const int pair = blockIdx.x * kCombineThreads + threadIdx.x, row_pairs = p.d_qk / 2;
   if (pair >= pairs) return;
@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   static_cast<uint32_t*>(p.dq)[((item.first_row(p) + row) * p.d_qk + column) / 2] = sm90::pack_bf16(sum.x, sum.y);
 }
 
-inline constexpr int kSinkHeads = 32, kSinkRows = 32;  // of one block
+inline constexpr int kSinkHeads = 32, kSinkRows = 32;  // per block
 
-// The sum of each head's sink terms, always in the same order.
+// Adds up each head's sink terms, in a fixed order.
 __global__ void __launch_bounds__(kSinkHeads* kSinkRows) sink_kernel(const __grid_constant__ Params p) {
   __shared__ float s_sums[kSinkRows][kSinkHeads];
   const int head = blockIdx.x * kSinkHeads + threadIdx.x;

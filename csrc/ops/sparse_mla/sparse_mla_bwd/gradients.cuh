@@ -1,4 +1,4 @@
-// The gradient warpgroups: gathering keys, dQ, and their share of dkv.
+// The gradient warpgroups: gather keys, accumulate dQ, and compute their columns of dkv.
 #pragma once
 
 #include <climits>
@@ -37,7 +37,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   tail_mma.accumulate_ = GMMA::ScaleOut::One;
 
   int (&ids)[kIdSlots][kBlockK] = shared.ids[kBack];
-  const auto id_of_slot = [&](int tile, int row) {  // -1 where it is not visible
+  const auto id_of_slot = [&](int tile, int row) {  // -1 if it is not visible
     tile += shared.place.first_tile;
     if (tile >= shared.place.tiles) tile -= shared.place.tiles;
     const int slot = tile * kBlockK + row;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
       if constexpr (kTail) store_accumulators_to_global(g_part + kC.d_v, kC.d_qk, r_dq_tail, recomputed(thread));
       return;
     }
-    // Into the place of the last tile, and on from there.
+    // Into the shared memory of the last tile, and from there by TMA to global memory.
     store_accumulators<kHalfChunks * kChunkColumns>(shared_address(chunk(shared.keys, kFirst)), r_dq, thread);
     if constexpr (kTail)
       store_accumulators<kChunkColumns>(shared_address(chunk(shared.keys, kTailChunk)), r_dq_tail, thread);
@@ -100,7 +100,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     const uint32_t parity = j % 2;
     last = j + 1 == shared.place.tiles;
     wait(&shared.probs_written, parity);
-    int later_id;  // loaded where no additions delay it
+    int later_id;  // loaded here, where no additions are queued before it
     const bool skip = !any_visible(shared.visible[parity]);
     if (!skip) {
       // dQ += dS K

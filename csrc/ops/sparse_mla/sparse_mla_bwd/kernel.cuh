@@ -1,24 +1,28 @@
-// Sparse MLA backward: one CTA takes one query's heads of a group, at most 64, over all its keys or a part of them.
+// Sparse MLA backward: one CTA takes a block of at most 64 heads of a query's group, over all its keys or a part of
+// them (split items).
 //
-// Who does what, for tile j of 64 keys:
+// Warp specialization: three warpgroups. Who does what, for tile j of 64 keys (registers for d_qk = 576 / 512):
 //
-//   warpgroup           waits for                  does                                             signals
-//   score               front_full, back_full      S = Q K^T, dP = dO V^T; P, dS
-//                       probs_read of tile j-1     writes P and dS                                  probs_written
-//                                                  its columns of dkv = P^T dO + dS^T Q             probs_read
-//   gradients 0 (front) probs_written              dQ[:, 0:256) and the tail += dS K
-//                                                  gathers these columns of tile j+1                front_full
-//                                                  its columns of dkv                               probs_read
-//   gradients 1 (back)  probs_written              dQ[:, 256:512) += dS K
-//                                                  gathers these columns of tile j+1                back_full
-//                                                  its columns of dkv                               probs_read
+//   role             warpgroup  registers  does                                   waits on               signals
+//   gradients front  0          208 / 200  dQ[:, 0:256) and the tail += dS K      inputs_full (once),    front_full
+//                                          gathers these columns of tile j+1      probs_written
+//                                          its columns of dkv                                            probs_read
+//   gradients back   1          192 / 192  dQ[:, 256:512) += dS K                 inputs_full (once),    back_full
+//                                          gathers these columns of tile j+1      probs_written
+//                                          its columns of dkv                                            probs_read
+//   score            2          104 / 112  loads Q and dO (TMA, one thread)                              inputs_full
+//                                          S = Q K^T, dP = dO V^T; P, dS          inputs_full (once),
+//                                                                                 front_full, back_full
+//                                          writes P and dS                        probs_read of j-1      probs_written
+//                                          its columns of dkv = P^T dO + dS^T Q   probs_written          probs_read
 //
-// Q, dO, one tile of keys, P and dS fill shared memory. So each gradient warpgroup takes its product with the keys
-// first, and while the next tile arrives in their place all work on dkv, which needs no keys. dkv is added to sums in
-// global memory, which is what takes the time; or, in a deterministic call, stored as a row for each slot.
+// Q, dO, one tile of keys, P and dS fill shared memory. So each gradient warpgroup first takes its product with the
+// keys; while the next tile arrives in their place, all warpgroups compute dkv, which needs no keys. dkv is added to
+// fp32 sums in global memory, which is the bottleneck; in a deterministic call it is stored as one row per slot
+// instead.
 //
-// Registers of a thread: dQ takes 160 in the front warpgroup and 128 in the back one, a piece of dkv 16 (front) or 32;
-// S and dP take 64 in the score warpgroup. ptxas gives the operands of wgmma the registers from 24 upwards.
+// Accumulator registers per thread: dQ takes 160 in the front warpgroup and 128 in the back one, a piece of dkv 16
+// (front) or 32; S and dP take 64 in the score warpgroup. ptxas assigns wgmma operands to registers from 24 upwards.
 #pragma once
 
 #include <cutlass/cutlass.h>

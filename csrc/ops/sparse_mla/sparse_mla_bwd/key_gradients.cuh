@@ -1,4 +1,4 @@
-// Each warpgroup's share of dkv.
+// Each warpgroup's columns of dkv.
 #pragma once
 
 #include "sm90/scatter.cuh"
@@ -6,7 +6,7 @@
 
 namespace dsa::sparse_mla_bwd {
 
-// dkv += P^T dO + dS^T Q for tile j and the columns of one role. Arrives at probs_read as soon as P and dS are read.
+// dkv += P^T dO + dS^T Q for tile j and the columns of one role. Arrives on probs_read once P and dS have been read.
 template <Config kC, int kRole, bool kDeterministic>
 __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, const Params& p, int j, int thread) {
   using namespace cute;

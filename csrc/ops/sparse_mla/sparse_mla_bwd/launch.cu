@@ -1,4 +1,4 @@
-// Launches: the main kernel for some or all queries, and what finishes its sums.
+// Launches the main kernel, for some or all queries, and the kernels that finish its sums.
 #include <algorithm>
 
 #include "finish.cuh"
@@ -34,7 +34,8 @@ const char* launch_main(const Params& p, int split_items, cudaStream_t stream) {
       p.device, unsigned(p.whole_items + split_items * p.parts), kThreads, kBytes, stream, p, q_map, dout_map, dq_map);
 }
 
-// dq of `queries` queries from `first_query` on, and what they add to dkv or, in a deterministic call, its rows.
+// Launches dq of `queries` queries from `first_query` on, with their additions to dkv or, in a deterministic call,
+// their rows of dkv.
 template <bool kDeterministic>
 const char* launch_queries(Params& p, int64_t first_query, int64_t queries, cudaStream_t stream) {
   const int64_t items_of_query = int64_t(p.groups) * head_blocks(p.heads, p.groups);
@@ -55,7 +56,7 @@ const char* launch_queries(Params& p, int64_t first_query, int64_t queries, cuda
 
 constexpr int kSlotThreads = 256;
 
-// One thread a slot.
+// One thread per slot.
 __global__ void __launch_bounds__(kSlotThreads) list_slots_kernel(const __grid_constant__ Params p, int slots) {
   const int i = blockIdx.x * kSlotThreads + threadIdx.x;
   if (i >= slots) return;
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kSlotThreads) list_slots_kernel(const __grid_c
   p.dkv.slot_rows[0][i] = unsigned(row) * blocks * p.topk + slot;
 }
 
-// All queries at once add to sums of dkv, which are rounded in the end.
+// All queries in one launch add to fp32 sums of dkv, which are rounded at the end.
 const char* launch_adding(Params p, int64_t queries, cudaStream_t stream) {
   const char* error = key_sums::clear_sums(p.dkv, stream);
   if (error == nullptr && p.finished != nullptr) {
@@ -82,7 +83,7 @@ const char* launch_adding(Params p, int64_t queries, cudaStream_t stream) {
   return error;
 }
 
-// As many queries as there is room for their rows, and the sums of these; then the next.
+// Alternates: launches as many queries as fit in the row buffer, then adds up their rows.
 const char* launch_deterministic(Params p, int64_t queries, cudaStream_t stream) {
   const char* error = queries == 0 ? key_sums::clear_result(p.dkv, stream) : nullptr;
   for (int64_t first = 0; error == nullptr && first < queries; first += p.queries_at_once) {

@@ -1,4 +1,4 @@
-// dsa::sparse_mla_bwd on CUDA: argument checks, allocation, launch. docs/sparse_mla_bwd.md has the maths.
+// dsa::sparse_mla_bwd on CUDA: argument checks, allocation, launch. Math: docs/sparse_mla/sparse_mla_bwd.md.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -15,8 +15,8 @@ namespace {
 
 using namespace dsa::sparse_mla;
 
-// Bytes of sums above which waves of CTAs keep apart, so that those in use stay in L2; and above which
-// even so sums often come from memory.
+// Bytes of fp32 sums above which waves of CTAs wait for earlier ones, so that the sums in use stay in L2; and above
+// which sums often come from HBM even so, and are prefetched.
 constexpr int64_t kKeepApart = 32 << 20, kPrefetch = 192 << 20;
 constexpr char kOp[] = "dsa::sparse_mla_bwd";
 
@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   if (dlse) check_like_forward("dlse", *dlse, ScalarType::Float, false);
   const DeviceCall call(kOp, "q", q);
 
-  // Gradients come in any layout, often expanded from one element.
+  // Gradients arrive in any layout, often expanded from one element.
   dout = aligned_contiguous(dout);
   out = aligned_contiguous(out);
   lse = aligned_contiguous(lse);

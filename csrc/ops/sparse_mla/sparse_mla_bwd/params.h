@@ -1,4 +1,4 @@
-// What crosses from the host to the kernels. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include "ops/shared/key_sums/params.h"
@@ -6,7 +6,8 @@
 
 namespace dsa::sparse_mla_bwd {
 
-// A launch of the main kernel takes items [first_item, ...), each a query's heads of one group, at most kBlockHeads.
+// One launch of the main kernel takes items [first_item, ...), each a block of up to kBlockHeads heads of a query's
+// group.
 struct Params : sparse_mla::Problem {
   const void* dout;   // bf16 [batch, seq_q, heads, d_v], contiguous
   const void* out;    // like dout
@@ -15,19 +16,18 @@ struct Params : sparse_mla::Problem {
   void* dq;           // bf16 [batch, seq_q, heads, d_qk], contiguous
   float* d_sink;      // [heads] with a sink, else null
   float* dq_parts;    // fp32 [items beyond whole_items, parts, kBlockHeads, d_qk]
-  float* sink_terms;  // like lse with a sink, else null: what each row adds to d_sink
-  int* finished;      // [1]: CTAs that are done; null where none waits for others
+  float* sink_terms;  // like lse with a sink, else null: each row's term of d_sink
+  int* finished;      // [1]: number of finished CTAs; null if no CTA waits for others
 
-  // dkv [batch, seq_kv, groups, d_qk]. Slots are those of the queries and groups of one launch; each item's rows are
-  // those of its topk slots.
+  // dkv [batch, seq_kv, groups, d_qk]. Slots: those of one launch's queries and groups; rows: one per item and slot.
   key_sums::Params dkv;
 
-  int64_t queries_at_once;  // of one launch
+  int64_t queries_at_once;  // per launch
   int first_item;
   int whole_items, parts;  // from plan_items
   bool deterministic;
-  bool prefetch_sums;  // of the next tile, where few are in L2
-  bool spread;         // queries begin with different tiles
+  bool prefetch_sums;  // of the next tile, if L2 holds few of them
+  bool spread;         // queries start at different tiles
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

@@ -1,4 +1,4 @@
-// The score warpgroup: P and dS of each tile.
+// The score warpgroup: computes P and dS of each tile.
 #pragma once
 
 #include "key_gradients.cuh"
@@ -8,7 +8,7 @@
 
 namespace dsa::sparse_mla_bwd {
 
-// A quad of lanes' row of O.
+// A row of O, distributed over a quad of lanes.
 template <Config kC>
 struct OutputRow {
   static constexpr int kQuad = 4, kPieces = kC.d_v / 8 / kQuad, kPiecesOfChunk = kChunkColumns / 8;
@@ -20,7 +20,7 @@ struct OutputRow {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) pieces[i] = __ldg(g_row + kQuad * i);
   }
-  // sum(dO * O), in every lane of the quad.
+  // sum(dO * O); every lane of the quad gets it.
   __device__ __forceinline__ float dot(const SharedStorage<kC>& shared, int head, int lane) const {
     float sum = 0.f;
 #pragma unroll
@@ -36,12 +36,12 @@ struct OutputRow {
   }
 };
 
-// What the score warpgroup knows of one row, a head: P = 2^(S * scale * log2 e + base) and
-// dS = P * (dP * share * scale + offset); the value part of dkv takes P * share. All is zero where there is no head.
+// Per-row (per-head) factors: P = 2^(S * scale * log2 e + base) and dS = P * (dP * share * scale + offset); the value
+// part of dkv takes P * share. All are zero for a missing head.
 struct RowFactors {
   float base = 0.f, share = 0.f, offset = 0.f;
 
-  // Without sum(dO * O).
+  // Without the term sum(dO * O).
   __device__ __forceinline__ RowFactors(const Params& p, const Item& item, int head) {
     if (head >= item.heads_left(p)) return;
     const int64_t row = item.first_row(p) + head;
@@ -60,7 +60,7 @@ struct RowFactors {
   }
 };
 
-// Starts r_product = A B^T, over the first kColumns of two rows of chunks, and commits it.
+// Issues and commits r_product = A B^T, over the first kColumns of two rows of chunks.
 template <int kColumns, int kSizeA, int kSizeB, class Accumulator>
 __device__ __forceinline__ void multiply_rows(Bf16 (&a)[kSizeA], Bf16 (&b)[kSizeB], Accumulator& r_product,
                                               int thread) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiply_rows(Bf16 (&a)[kSizeA], Bf16 (&b)[kSize
   warpgroup_commit_batch();
 }
 
-// Starts the copies of Q and dO.
+// Issues the TMA loads of Q and dO.
 template <Config kC>
 __device__ __forceinline__ void load_inputs(SharedStorage<kC>& shared, const CUtensorMap& q_map,
                                             const CUtensorMap& dout_map) {
@@ -93,9 +93,9 @@ __device__ __forceinline__ void load_inputs(SharedStorage<kC>& shared, const CUt
   arrive(&shared.inputs_full);
 }
 
-// Waits until the CTAs of earlier waves have finished, but for one. With ascending ids a wave then sweeps through the
-// keys as one, and what it reads and the sums that it adds to stay in L2. Nothing but time depends on it, so the wait
-// has an end.
+// Waits until all CTAs of earlier waves but one have finished. With ascending ids, the CTAs of a wave then sweep
+// through the keys together, and the keys and sums in use stay in L2. Only performance depends on it, so the wait has a
+// time limit.
 __device__ __forceinline__ void wait_for_earlier_waves(const Params& p) {
   constexpr int kPatience = 1 << 20;  // clocks
   const int enough = static_cast<int>(blockIdx.x) / p.num_sms * p.num_sms - 1;

@@ -1,4 +1,4 @@
-// Shared memory of the sparse MLA backward kernel, and the item of work of a CTA.
+// Shared memory of the sparse MLA backward kernel, and a CTA's work item.
 #pragma once
 
 #include <cstdint>
@@ -19,19 +19,19 @@ using namespace dsa::sm90;
 // The front warpgroup gathers and accumulates chunks 0..3 of 64 columns and the tail, chunk 8; the back one 4..7.
 inline constexpr int kHalfChunks = 4, kValueChunks = 8, kTailChunk = 8;
 static_assert(kTileRows == kBlockK && kGatherRows == kBlockK, "a tile is what one wgmma scores and one gather copies");
-inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads'
+inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads
 
-// Where an item's rows lie in global memory.
+// Pointers to an item's rows in global memory.
 struct ItemPlace {
   const int* g_ids;
   const char* g_keys;
-  float* g_sums;      // of key 0; or where slots are stored one by one
+  float* g_sums;      // of key 0; unused in a deterministic call
   Bf16* g_rows;       // of slot 0
   int slots, id_end;  // slots and ids below these are visible
   int tiles;          // at least one, perhaps without a visible key
-  int first_tile;     // to take; the last tile is followed by the first
+  int first_tile;     // tile to start with; the tiles wrap around
   HeadTile heads;     // of Q, dO and dQ
-  float* g_dq_part;   // where dQ of a part goes; null for a whole item
+  float* g_dq_part;   // dQ of a part of a split item; null for a whole item
 };
 
 inline constexpr int kIdSlots = 4;
@@ -40,26 +40,26 @@ template <Config kC>
 struct SharedStorage {
   alignas(1024) Bf16 q[kBlockHeads * kC.d_qk];
   alignas(1024) Bf16 dout[kBlockHeads * kC.d_v];
-  alignas(1024) Bf16 keys[kBlockK * kC.d_qk];  // in the end dQ
+  alignas(1024) Bf16 keys[kBlockK * kC.d_qk];  // at the end, dQ
   alignas(1024) Bf16 probs[kBlockHeads * kBlockK];
   alignas(1024) Bf16 dscores[kBlockHeads * kBlockK];
-  // Of the keys of a tile, -1 for none; one copy for each gradient warpgroup. Who still adds up tile j while others are
-  // at tile j + 1 reads them too, and those of tile j + 2 come early.
+  // The ids of a tile's keys, -1 for none; one copy per gradient warpgroup. Warpgroups that still add up tile j read
+  // them while others are at tile j + 1, and those of tile j + 2 are loaded early.
   int ids[2][kIdSlots][kBlockK];
   ItemPlace place;
-  uint32_t visible[2][4];  // of two tiles in turn, see publish_visible
+  uint32_t visible[2][4];  // double-buffered by tile, see publish_visible
   uint64_t inputs_full, front_full, back_full, probs_written, probs_read;
 
   static __device__ __forceinline__ Bf16* chunk(Bf16* first, int chunk) { return first + chunk * kChunkElements; }
 };
 
-// One query's heads of one group, at most 64 of them; with all of its keys, or a part.
+// A block of at most 64 heads of a query's group, over all of its keys or a part of them.
 struct Item {
   int head_block, group, s, b;
-  int id_end;                    // ids below are visible
+  int id_end;                    // ids below this are visible
   int first_slot, slots, tiles;  // of this part; tiles >= 1
-  int64_t dq_part;               // its place in dq_parts; -1 for a whole item
-  int64_t first_row_of_dkv;      // that of first_slot among the rows of dkv
+  int64_t dq_part;               // index in dq_parts; -1 for a whole item
+  int64_t first_row_of_dkv;      // of first_slot, among the rows of dkv
 
   __device__ __forceinline__ Item(const Params& p, int block) {
     int index = block, part = 0, parts = 1;

@@ -1,4 +1,4 @@
-// Joins the parts of queries whose keys were split over several CTAs: out = sum_i exp(lse_i - lse) out_i.
+// Split-KV: combines the parts of queries whose keys were split over CTAs: out = sum_i exp(lse_i - lse) out_i.
 #pragma once
 
 #include "sm90/math.cuh"
@@ -7,7 +7,7 @@
 
 namespace dsa::sparse_mla_fwd {
 
-inline constexpr int kCombineThreads = 128;  // one (query, head) row; four columns a thread
+inline constexpr int kCombineThreads = 128;  // one (query, head) row per CTA; four columns per thread
 
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ KernelParams p) {
   const int64_t row = blockIdx.x;

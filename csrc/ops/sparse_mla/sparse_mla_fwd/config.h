@@ -1,4 +1,4 @@
-// The legal shapes of the sparse MLA forward kernel, and what each may use of an SM.
+// The legal shapes of the sparse MLA forward kernel, and their stages and register budgets.
 #pragma once
 
 #include "plan.h"
@@ -7,9 +7,9 @@ namespace dsa::sparse_mla_fwd {
 
 struct Config {
   int d_qk, d_v;
-  int heads;                             // in one CTA
-  int front_stages, back_stages;         // slots for the two halves of a tile
-  int value_registers, score_registers;  // a thread, of the two roles
+  int heads;                             // per CTA
+  int front_stages, back_stages;         // stages of the two halves of a tile
+  int value_registers, score_registers;  // per thread, by role
 };
 
 inline constexpr Config kConfigs[] = {
@@ -26,15 +26,15 @@ inline constexpr Config kConfigs[] = {
 
 inline constexpr int kThreads = 384;  // two value warpgroups, one score warpgroup
 inline constexpr int kMaxSharedBytes = 227 * 1024;
-inline constexpr int kMaxRegisters = 3 * 168;  // three threads', one of each warpgroup, as the kernel starts
+inline constexpr int kMaxRegisters = 3 * 168;  // per thread at launch, summed over the three warpgroups
 
-// Key columns beyond d_v; the queries' part of them stays in shared memory.
+// Key columns beyond d_v, the tail; the queries' tail stays in shared memory.
 constexpr int tail_columns(const Config& c) { return c.d_qk - c.d_v; }
-// Few heads are columns, not rows, of the products.
+// Few heads become columns (N), not rows (M), of the products.
 constexpr bool is_narrow(const Config& c) { return c.heads < kBlockHeads; }
 
-// How a filled slot is signalled. On landing: by the copies themselves, and readers fence before the tensor cores read.
-// Otherwise the threads that copied wait, fence and signal, one tile later but off the readers' critical path.
+// How a full stage is signaled. On landing: the copies themselves arrive on the barrier, and readers fence before wgmma
+// reads. Otherwise the copying threads wait, fence and arrive, one tile later but off the readers' critical path.
 constexpr bool signals_on_landing(const Config& c) { return is_narrow(c); }
 
 constexpr bool all_fit() {

@@ -1,4 +1,4 @@
-// How Q and the gathered keys get into the ring of tiles.
+// The producer side of the ring: loads Q and the gathered keys.
 #pragma once
 
 #include "sm90/tma.cuh"
@@ -6,8 +6,8 @@
 
 namespace dsa::sparse_mla_fwd {
 
-// One value warpgroup's share of filling the ring: Q and then the kv rows of each item, a round of
-// the ring ahead of their use.
+// One value warpgroup's share of filling the ring: Q and then the kv rows of each item, one round of the ring ahead of
+// their use.
 template <Config kC, bool kBack>
 struct Feeder {
   static constexpr bool kSignalOnLanding = signals_on_landing(kC);
@@ -17,22 +17,22 @@ struct Feeder {
   const KernelParams& p;
   const CUtensorMap& q_map;
   const int thread;
-  int index = blockIdx.x;  // of the item that comes after the tiles left
+  int index = blockIdx.x;  // the item after that of tiles_left
   int tiles_left = 0;
   int slots_left, id_end;
   const int* g_ids;  // this thread's first slot of the next tile
   const char* g_rows;
   int ids[kGatherRowsPerThread];  // of the next tile
-  int landing = -1;               // the slot whose rows are on their way
+  int landing = -1;               // slot whose copies are in flight
 
   __device__ __forceinline__ uint64_t* full(int at) { return kBack ? &shared.full_back[at] : &shared.full_front[at]; }
-  // What was written to slot `at` is complete; with kSignalOnLanding, once its copies have landed.
+  // Arrives for what was written to slot `at`; with kSignalOnLanding, also when its copies are complete.
   __device__ __forceinline__ void signal(int at) {
     arrive(full(at));
     if constexpr (kSignalOnLanding) arrive_after_copies(full(at));
   }
 
-  // Signals the slot of the last feed once its rows are here.
+  // Signals the slot of the last feed() after its copies are complete.
   __device__ __forceinline__ void publish() {
     if (landing < 0) return;
     wait_copies();
@@ -50,8 +50,8 @@ struct Feeder {
     slots_left -= kBlockK;
   }
 
-  // Starts to fill slot `at`, which this warpgroup has read in the round of the ring with `parity`; its chunk 8 is free
-  // when both value warpgroups have.
+  // Starts to fill slot `at`, which this warpgroup has read in the ring's round with phase `parity`; chunk 8 is free
+  // only after both value warpgroups have read it.
   __device__ __forceinline__ void feed(int at, uint32_t parity) {
     if (tiles_left > 0) {
       const uint32_t s_piece =

@@ -1,9 +1,23 @@
-// Sparse MLA forward: one CTA walks (query, block of heads) items; the heads share the query's gathered keys.
+// Sparse MLA forward: a persistent CTA walks over (query, block of heads) items; the heads share the query's gathered
+// keys.
 //
-// Three warpgroups: one scores, two hold half of O's columns each, add the values and gather. Tiles of 64 keys travel
-// through a ring of slots. Each value warpgroup refills the half of a tile that it alone has read last, so nobody
-// waits for an empty slot. Q goes through the ring too, as a tile ahead of the item's keys, and O leaves through the
-// slot of its last tile, so that consecutive items overlap. wide.cuh and narrow.cuh say who waits for what.
+// Warp specialization. Who does what (wide.cuh and narrow.cuh have the barriers tile by tile):
+//
+//   role           warpgroup  registers  does                          waits on                 signals
+//   value (front)  0          160        O[:, 0:256) += P V            probs_written,           probs_read
+//                                        gathers columns [0, 256)      probs_turn (wide)        full_front
+//                                        scales and stores O           finished
+//   value (back)   1          160        O[:, 256:512) += P V          probs_written,
+//                                        gathers the other columns     probs_turn (wide)
+//                                                                      probs_read               full_back
+//                                        scales and stores O           finished
+//   score          2          184        S = Q K^T                     full_front, full_back    probs_turn (wide)
+//                                        online softmax, P                                      probs_written
+//                                        lse, last factor of O                                  finished
+//
+// Tiles of 64 keys pass through a ring buffer. Each value warpgroup refills the half of a tile of which it is the last
+// reader, so nobody waits for an empty stage. Q passes through the ring too, as a tile before the item's keys, and O
+// leaves through the stage of the item's last tile, so that consecutive items overlap.
 #pragma once
 
 #include <cutlass/cutlass.h>

@@ -1,4 +1,4 @@
-// Chooses the configuration and launches.
+// Selects the configuration and launches.
 #include <algorithm>
 
 #include "combine.cuh"

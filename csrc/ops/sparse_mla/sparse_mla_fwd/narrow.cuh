@@ -1,16 +1,18 @@
-// Up to 32 heads ("narrow"): S^T = K Q^T and O^T += V^T P^T, heads as columns, so that few heads cost little.
+// Up to 32 heads ("narrow"): S^T = K Q^T and O^T += V^T P^T, with heads as columns, so that few heads cost little.
 //
 // Who does what, for tile j of an item:
 //
-//   warpgroup         waits for                      does                                         signals
+//   warpgroup         waits on                       does                                         signals
 //   score             full_front[j], full_back[j]    S^T = K Q^T; softmax; P^T into the tile      probs_written[j]
+//                                                    after the last tile: factor of O             finished
 //   value 0 (front)   probs_written[j]               O[:, 0:256) = O * rescale + P V              probs_read[j]
 //                                                    gathers columns [0, 256) of tile j+3         full_front[j+3]
 //   value 1 (back)    probs_written[j]               O[:, 256:512) = O * rescale + P V
 //                     probs_read[j]                  gathers the other columns of tile j+2        full_back[j+2]
+//   value 0, 1        finished                       after the last tile: scale and store O
 //
-// Reading keys and values from shared memory is what takes the time here, and the gather. Q is the second operand of
-// wgmma and stays in shared memory, which leaves room for three front halves of tiles and two back halves.
+// The time goes into reading keys and values from shared memory, and into the gather. Q is the B operand of wgmma and
+// stays in shared memory, which leaves room for three stages of front halves and two of back halves.
 #pragma once
 
 #include "feeder.cuh"
@@ -37,11 +39,11 @@ template <Config kC>
 __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const KernelParams& p, int thread) {
   using namespace cute;
   constexpr int kFrontColumns = kFrontChunks * kChunkColumns;
-  constexpr int kHeads = kC.heads, kColumns = kHeads / 4;  // kColumns of the heads in a thread's part of S^T
-  constexpr int kPieces = kHeads * kSwizzleRowBytes / 16;  // of 16 bytes, in a chunk of Q
+  constexpr int kHeads = kC.heads, kColumns = kHeads / 4;  // kColumns: heads of a thread's fragment of S^T
+  constexpr int kPieces = kHeads * kSwizzleRowBytes / 16;  // 16-byte pieces in a chunk of Q
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   const uint32_t flip = p.negate_q ? 0x80008000u : 0u;
-  // Column c of this thread is head c / 2 * 8 + lane % 4 * 2 + c % 2; lanes with equal lane % 4 have the same ones.
+  // Column c of this thread is head c / 2 * 8 + lane % 4 * 2 + c % 2; lanes with equal lane % 4 have the same heads.
   const int first_head = lane % 4 * 2;
   const auto head = [&](int c) { return c / 2 * 8 + first_head + c % 2; };
 
@@ -69,7 +71,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
     front_at.advance();
     back_at.advance();
 
-    float column_max[kColumns], column_sum[kColumns];  // the sum of this thread's keys only
+    float column_max[kColumns], column_sum[kColumns];  // column_sum is of this thread's keys only
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) column_max[c] = -INFINITY, column_sum[c] = 0.f;
     for (int j = 0; j < tiles; ++j) {
@@ -105,7 +107,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
 #pragma unroll
       for (int i = 0; i < size(r_s); ++i) r_s(i) = visible[i / 2 % 2] ? r_s(i) * p.scale_log2 : -INFINITY;
 
-      // P = 2^(S * scale - max), with a maximum that may lag behind
+      // P = 2^(S * scale - max), with a running maximum that may lag behind
       bool raise = false;
       float top[kColumns];
 #pragma unroll
@@ -116,7 +118,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
       int exponents[kColumns];
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) exponents[c] = kExponentOfOne;
-      // This also waits until every warp has read chunk 8, which P is to overwrite.
+      // This barrier also waits until every warp has read chunk 8, which P overwrites.
       if (any_of_warpgroup(kScoreBarrier, raise)) {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
@@ -208,9 +210,9 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
   for (int i = 0; i < (kBack ? kC.back_stages : kC.front_stages); ++i) feeder.feed(i, 1);
   int index = blockIdx.x, tiles_left = 0;
   while (tiles_left > 0 || index < p.items) {
-    const int slot = kBack ? back_at.slot : front_at.slot;  // of this warpgroup's values
+    const int slot = kBack ? back_at.slot : front_at.slot;  // slot of this warpgroup's values
     wait(&shared.probs_written[back_at.slot], back_at.parity);
-    if (tiles_left == 0) {  // the score warpgroup has taken Q
+    if (tiles_left == 0) {  // the score warpgroup has read Q
       tiles_left = shared.item_tiles[front_at.parity][front_at.slot];
       mma.accumulate_ = GMMA::ScaleOut::Zero;
     } else {

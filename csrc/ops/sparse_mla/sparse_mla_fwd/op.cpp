@@ -1,5 +1,4 @@
-// dsa::sparse_mla_fwd on CUDA: argument checks, allocation, launch. docs/sparse_mla_fwd.md has the
-// maths.
+// dsa::sparse_mla_fwd on CUDA: argument checks, allocation, launch. Math: docs/sparse_mla/sparse_mla_fwd.md.
 #include <algorithm>
 #include <cstdint>
 #include <optional>

@@ -1,4 +1,4 @@
-// The end of an item: lse, the last factor of O, and O's way to global memory.
+// The end of an item: lse, the last factor of O, and the store of O to global memory.
 #pragma once
 
 #include "sm90/math.cuh"
@@ -7,12 +7,11 @@
 
 namespace dsa::sparse_mla_fwd {
 
-// Writes lse and returns the factor that turns O into the output, from the maximum (times scale) and the sum of a
-// head's row.
+// Writes lse and returns the factor that turns O into the output, from a head's maximum (times scale) and sum.
 __device__ __forceinline__ float finish_row(const KernelParams& p, const Item& item, int head, float row_max,
                                             float row_sum) {
   const bool exists = head < item.heads_left(p);
-  const bool empty = row_sum == 0.f;  // where all scores are NaN it is that too, and there is no maximum
+  const bool empty = row_sum == 0.f;  // also where all scores are NaN and there is no maximum
   float denominator = row_sum;
   if (exists && p.attn_sink != nullptr && p.splits == 1) {
     const int h = item.group * (p.heads / p.groups) + item.head_block * kBlockHeads + head;
@@ -25,7 +24,7 @@ __device__ __forceinline__ float finish_row(const KernelParams& p, const Item& i
   return empty ? 0.f : 1.f / denominator;
 }
 
-// Sends the O that one value warpgroup has put in place of its values. All its threads call this.
+// Stores to global memory the O that one value warpgroup has written over its values. Called by all its threads.
 template <Config kC, bool kBack>
 __device__ __forceinline__ void store_output(SharedStorage<kC>& shared, int slot, const CUtensorMap& out_map,
                                              const Item& item, int thread) {

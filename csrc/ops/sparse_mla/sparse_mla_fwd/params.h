@@ -1,4 +1,4 @@
-// What crosses from the host to the kernel. No torch, no CUDA headers.
+// Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
 #include "ops/sparse_mla/params.h"

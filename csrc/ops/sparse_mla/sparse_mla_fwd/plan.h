@@ -1,16 +1,16 @@
-// How the work is cut: pure host functions, tested without a GPU.
+// Split-KV planning: pure host functions, tested without a GPU.
 #pragma once
 
 namespace dsa::sparse_mla_fwd {
 
-inline constexpr int kBlockK = 64;      // keys in one tile
-inline constexpr int kBlockHeads = 64;  // heads in one CTA
+inline constexpr int kBlockK = 64;      // keys per tile
+inline constexpr int kBlockHeads = 64;  // heads per CTA
 inline constexpr int kMaxSplits = 32;
 
 inline constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Number of parts into which each query's keys are cut. One part when there are enough (query, head block) items to
-// fill the chip; else as many as fill it once, each part keeping at least four tiles so that its start pays.
+// The number of parts that each query's keys are split into (split-KV). One if there are enough (query, head block)
+// items to fill the GPU; else as many as fill it once, with at least four tiles per part to pay for its start.
 inline int plan_splits(long items, int topk, int num_sms) {
   const int tiles = ceil_div(topk, kBlockK);
   if (items <= 0 || items * 2 > num_sms) return 1;

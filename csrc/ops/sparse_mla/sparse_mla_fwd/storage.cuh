@@ -1,4 +1,4 @@
-// Shared memory of the sparse MLA forward kernels, and the items of work that they walk.
+// Shared memory of the sparse MLA forward kernels, and their work items.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -19,31 +19,31 @@ namespace dsa::sparse_mla_fwd {
 
 using namespace dsa::sm90;
 
-// A tile's chunks 0..3 (its front half) hold the front values, 4..7 the back values, and chunk 8 the key columns that
-// are no value, later P.
+// Of a tile, chunks 0..3 (the front half) hold the front values and chunks 4..7 the back values; chunk 8 holds the key
+// columns that are no values (the tail), later P.
 inline constexpr int kFrontChunks = 4, kBackChunks = 5, kLastChunk = 8;
 static_assert(kTileRows == kBlockK && kGatherRows == kBlockK, "a tile is what one wgmma scores and one gather copies");
-inline constexpr int kStepColumns = 16;                                       // of one wgmma
-inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads'
+inline constexpr int kStepColumns = 16;                                       // K of one wgmma
+inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads
 
-// Running maxima are raised only when they have fallen behind by kRescaleStep, and then by whole numbers, or by so much
-// that nothing is left of what was added before. So O is rarely rescaled, and by powers of two or 0; P stays below
-// 2^kRescaleStep, where bf16 has the same relative precision.
+// Online softmax: running maxima are raised only when they lag behind by more than kRescaleStep, and then by whole
+// numbers, or so far that nothing is left of earlier sums. So O is rarely rescaled, and by powers of two or 0; P stays
+// below 2^kRescaleStep, where bf16 has the same relative precision.
 inline constexpr float kRescaleStep = 8.f;
-inline constexpr int kExponentOfOne = 127;  // in the bits of a float
+inline constexpr int kExponentOfOne = 127;  // exponent bits of 1.f
 __device__ __forceinline__ float power_of_two(int exponent_bits) { return __int_as_float(exponent_bits << 23); }
 __device__ __forceinline__ float raised_max(float old_max, float top) {
-  if (top - old_max >= kExponentOfOne) return top;  // a sum might be rounded to less
+  if (top - old_max >= kExponentOfOne) return top;  // old_max + ceilf might round to less than top
   return top > old_max ? old_max + ceilf(top - old_max) : old_max;
 }
-// The exponent bits of 2^(old_max - new_max), where that is a whole number or below the exponents of a float, and then
-// 0; of 1 where nothing was raised.
+// The exponent bits of 2^(old_max - new_max), whose exponent is whole, or 0 below the range of float; those of 1 if the
+// maximum was not raised.
 __device__ __forceinline__ int rescale_bits(float old_max, float new_max) {
   return kExponentOfOne + (new_max > old_max ? __float2int_rn(fmaxf(old_max - new_max, -127.f)) : 0);
 }
 
-// Q where it stays during an item. Wide: what the score warpgroup's registers do not hold, the tail and the last 16
-// value columns. Narrow: all of it, in chunks of 64 columns.
+// Where Q stays during an item. Wide: what the score warpgroup's registers do not hold, the tail and the last 16 value
+// columns. Narrow: all of Q, in chunks of 64 columns.
 template <Config kC, bool kTail = (tail_columns(kC) > 0), bool kNarrow = is_narrow(kC)>
 struct SharedQ {
   alignas(1024) Bf16 last_step[kC.heads * kStepColumns];
@@ -56,10 +56,10 @@ struct SharedQ<kC, true, false> {
 template <Config kC, bool kTail>
 struct SharedQ<kC, kTail, true> {
   alignas(1024) Bf16 chunks[kC.d_qk * kC.heads];
-  float columns[kWarpsPerWarpgroup][kC.heads];  // one value of each head from each warp
+  float columns[kWarpsPerWarpgroup][kC.heads];  // one value per head and warp
 };
 
-// Slots for tiles. Halves with the same number of slots lie side by side, so that a tile is one piece.
+// The stages of tiles. If both halves have equally many stages, they are adjacent, so that a tile is contiguous.
 template <Config kC>
 struct SharedTiles {
   static constexpr bool kWhole = kC.front_stages == kC.back_stages;
@@ -69,7 +69,7 @@ struct SharedTiles {
 
   alignas(1024) Bf16 elements[(kC.front_stages * kFrontChunks + kC.back_stages * kBackChunks) * kChunkElements];
 
-  // Chunk `chunk` of a tile; `slot` is that of the half that it belongs to.
+  // Chunk `chunk` of a tile; `slot` is that of the half that contains it.
   __device__ __forceinline__ Bf16* chunk(int slot, int chunk) {
     return chunk < kFrontChunks ? elements + slot * kFrontStride + chunk * kChunkElements
                                 : elements + kFirstBack + slot * kBackStride + (chunk - kFrontChunks) * kChunkElements;
@@ -80,24 +80,24 @@ template <Config kC>
 struct SharedStorage {
   SharedTiles<kC> tiles;
   SharedQ<kC> q;
-  uint32_t visible[kC.front_stages][kWarpsPerWarpgroup];  // see Feeder::feed
+  uint32_t visible[kC.front_stages][kWarpsPerWarpgroup];  // see publish_visible
   uint8_t rescale[kC.back_stages][kC.heads];              // of O before the tile is added: exponent bits
-  float finish[2][kC.heads];                              // of O after the last tile, for two items in turn
-  int item_tiles[2][kC.front_stages];                     // with Q, by the parity and slot of the front ring
+  float finish[2][kC.heads];                              // factor of O after the last tile, double-buffered by item
+  int item_tiles[2][kC.front_stages];                     // arrives with Q; by parity and slot of the front ring
   uint64_t full_front[kC.front_stages], full_back[kC.back_stages];
   uint64_t probs_written[kC.back_stages], probs_turn[kC.back_stages], probs_read[kC.back_stages];
   uint64_t finished[2];
 };
 
-// What the kernels derive from Params once, on the host.
+// Values derived from Params once, on the host.
 struct KernelParams : Params {
   explicit KernelParams(const Params& params);
 
   int64_t rows;                                                            // batch * seq_q * heads
   int items;                                                               // (query, split, group, block of heads)
-  cutlass::FastDivmod head_blocks, group_count, split_count, query_count;  // what an item's index is made of
-  float scale_log2;  // |sm_scale| * log2(e), above zero so that masked scores stay -inf
-  bool negate_q;     // the sign of sm_scale
+  cutlass::FastDivmod head_blocks, group_count, split_count, query_count;  // to decode an item's index
+  float scale_log2;  // |sm_scale| * log2(e); above zero so that masked scores stay -inf
+  bool negate_q;     // sm_scale is negative
 };
 
 inline KernelParams::KernelParams(const Params& params)
@@ -112,7 +112,7 @@ inline KernelParams::KernelParams(const Params& params)
   items = batch * seq_q * groups * splits * head_blocks;
 }
 
-// Where one item lies, the same for all threads.
+// One work item; the same for all threads.
 struct Item {
   int head_block, group, s, b, split;
   int first_tile, tiles;  // at least one tile, perhaps without a visible key

@@ -1,21 +1,24 @@
-// 33 to 64 heads ("wide"): S = Q K^T and O += P V, heads as rows.
+// 33 to 64 heads ("wide"): S = Q K^T and O += P V, with heads as rows.
 //
 // Who does what, for tile j of an item:
 //
-//   warpgroup         waits for                           does                                   signals
+//   warpgroup         waits on                            does                                   signals
 //   score             full_front[j], full_back[j]         S = Q K^T                              probs_turn[j-1]
 //                                                         softmax; P into the tile               probs_written[j]
+//                                                         after the last tile: factor of O       finished,
+//                                                                                                probs_turn[j]
 //   value 0 (front)   probs_written[j], probs_turn[j]     O[:, 0:256) = O * rescale + P V        probs_read[j]
 //                                                         gathers columns [0, 256) of tile j+3   full_front[j+3]
 //   value 1 (back)    probs_written[j], probs_turn[j]     O[:, 256:512) = O * rescale + P V
 //                     probs_read[j]                       gathers the other columns of tile j+3  full_back[j+3]
+//   value 0, 1        finished                            after the last tile: scale, store O
 //
-// The score warpgroup holds Q in registers, so that S reads shared memory for K alone. The values of tile j wait for
-// their turn: until S of tile j+1 is done. So they fill the tensor cores during the softmax of tile j+1, and S has the
-// tensor cores for itself; the score warpgroup is the one that all others follow.
+// The score warpgroup holds Q in registers, so that S reads only K from shared memory. P V of tile j waits for its
+// turn: until S of tile j+1 is done. So P V fills the tensor cores during the softmax of tile j+1, and S has the tensor
+// cores to itself: the score warpgroup is the critical path.
 //
-// Registers of a thread: 128 of O and 24 others in the value warpgroups; 124 of Q, 32 of S and 24 others in the score
-// one. ptxas gives the operands of wgmma the registers from 24 upwards and keeps two to four for itself.
+// Registers per thread: 128 of O and 24 others in the value warpgroups; 124 of Q, 32 of S and 24 others in the score
+// warpgroup. ptxas assigns wgmma operands to registers from 24 upwards and keeps two to four for itself.
 #pragma once
 
 #include "feeder.cuh"
@@ -25,9 +28,9 @@
 
 namespace dsa::sparse_mla_fwd {
 
-inline constexpr int kRegisterSteps = 31;  // of Q's 32 value steps; ptxas finds no room for the last
+inline constexpr int kRegisterSteps = 31;  // of Q's 32 value steps; ptxas has no registers left for the last
 
-// Rows lane/4 and lane/4 + 8 of an accumulator, times one factor each.
+// Multiplies rows lane/4 and lane/4 + 8 of an accumulator by one factor each.
 template <class Accumulator>
 __device__ __forceinline__ void scale_rows(Accumulator& r, const float (&factors)[2]) {
 #pragma unroll
@@ -39,8 +42,8 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
   using namespace cute;
   constexpr int kTailSteps = tail_columns(kC) / kStepColumns;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-  const int matrix_row = warp * 16 + lane % 16, matrix_piece = lane / 16;  // of ldmatrix and stmatrix
-  const int row = warp * 16 + lane / 4;                                    // and row + 8: of this thread's scores
+  const int matrix_row = warp * 16 + lane % 16, matrix_piece = lane / 16;  // for ldmatrix and stmatrix
+  const int row = warp * 16 + lane / 4;                                    // this thread's scores: this row and row + 8
   const uint32_t flip = p.negate_q ? 0x80008000u : 0u;
 
   ScoreMmaFromRegisters mma;
@@ -55,7 +58,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
   Ring<kC.front_stages> at;
   Ring<2> finish_at;
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
-    // Q: value columns into registers but for the last step, the tail into its own chunk.
+    // Q: value columns except the last step go into registers, the tail into its own chunk.
     wait(&shared.full_front[at.slot], at.parity);
     wait(&shared.full_back[at.slot], at.parity);
     const int tiles = shared.item_tiles[at.parity][at.slot];
@@ -131,7 +134,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
         }
       }
 
-      // P = 2^(S * scale - max), with a maximum that may lag behind
+      // P = 2^(S * scale - max), with a running maximum that may lag behind
       float top[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -157,8 +160,8 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
       }
       float base[2] = {row_max[0] == -INFINITY ? 0.f : -row_max[0], row_max[1] == -INFINITY ? 0.f : -row_max[1]};
       if (fmaxf(fabsf(base[0]), fabsf(base[1])) > kLargeScore) {
-        // Of a large row fmaf does not round the product as row_max was, and moves the largest score away from 0 by the
-        // difference: its exponential would overflow, or be lost.
+        // In a row of large scores, fmaf does not round the product as row_max was rounded. The difference would move
+        // the largest score away from 0, and its exponential would overflow or vanish.
         const bool is_large[2] = {fabsf(base[0]) > kLargeScore, fabsf(base[1]) > kLargeScore};
         const float inverse = 1.f / p.scale_log2;
 #pragma unroll
@@ -176,7 +179,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
         row_sum[r] += r_s(i) + r_s(i + 1);
       }
 
-      // P goes to the value warpgroups in place of chunk 8, which only this warpgroup reads.
+      // P for the value warpgroups overwrites chunk 8, which only this warpgroup reads.
       uint32_t packed[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) packed[i] = pack_bf16(r_s(2 * i), r_s(2 * i + 1));
@@ -229,7 +232,7 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
   int index = blockIdx.x, tiles_left = 0;
   while (tiles_left > 0 || index < p.items) {
     if (tiles_left == 0) {
-      wait(&shared.probs_turn[at.slot], at.parity);  // the score warpgroup has taken Q
+      wait(&shared.probs_turn[at.slot], at.parity);  // the score warpgroup has read Q
       tiles_left = shared.item_tiles[at.parity][at.slot];
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       feeder.publish();
@@ -274,7 +277,7 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
             }
           }
         } else {
-          // O takes the place of the values that this warpgroup alone read, in the layout that TMA stores.
+          // O overwrites the values that only this warpgroup read, in the layout that TMA stores.
           const uint32_t s_o = shared_address(shared.tiles.chunk(at.slot, kFirstChunk));
 #pragma unroll
           for (int i = 0; i < kColumns / 16; ++i) {
@@ -287,7 +290,7 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
         index += gridDim.x;
       }
     }
-    // This warpgroup has read the slot: what comes a round of the ring later may arrive.
+    // This warpgroup has read the slot: the data of the next round of the ring may arrive.
     if (!kBack) arrive(&shared.probs_read[at.slot]);
     feeder.feed(at.slot, at.parity);
     at.advance();
