@@ -22,7 +22,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 SANITIZER = $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 
-.PHONY: build demo test bench stale tables sanitize soak lint format clean
+.PHONY: build demo test bench stale tables docs sanitize soak lint format wheel wheel-check clean
 
 build: $(STAMPS)/package
 
@@ -35,22 +35,7 @@ test: lint
 	$(PY) -m pytest
 
 bench: build
-	$(PY) bench/bench_sparse_mla_fwd.py
-	$(PY) bench/bench_sparse_mla_bwd.py
-	$(PY) bench/bench_attn_dist.py
-	$(PY) bench/bench_indexer_loss.py
-	$(PY) bench/bench_indexer_scores.py
-	$(PY) bench/bench_sparse_mla_layer.py
-	$(PY) bench/bench_indexer.py
-	$(PY) bench/bench_block_select.py
-	$(PY) bench/bench_block_sparse_attn.py
-	$(PY) bench/bench_block_sparse_attn_bwd.py
-	$(PY) bench/bench_coarse_attn.py
-	$(PY) bench/bench_gated_fusion.py
-	$(PY) bench/bench_block_sparse_pipeline.py
-	$(PY) bench/bench_act_quant.py
-	$(PY) bench/bench_fp8_gemm.py
-	$(PY) bench/bench_mhc.py
+	for bench in bench/*/bench_*.py; do $(PY) -m $$(echo $${bench%.py} | tr / .) || exit 1; done
 
 # Which results were measured with other kernels than today's; fails if there are any.
 stale:
@@ -58,6 +43,15 @@ stale:
 
 tables: build
 	$(PY) bench/tables.py
+
+# The documentation site in build/site; a broken link or reference is an error. Its packages go into .venv in any case.
+docs: .venv/stamps/docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
+
+.venv/stamps/docs: requirements-docs.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --requirement requirements-docs.txt
+	@mkdir -p $(@D) && touch $@
 
 # compute-sanitizer over small calls of every operator, a part at a time: all parts, or `make sanitize-sparse_mla_bwd`.
 sanitize: build
@@ -82,6 +76,15 @@ format: build
 	$(PY) -m ruff format .
 	$(PY) tools/run_if_installed.py clang-format -i $(CPP_FILES)
 
+# A wheel with the kernels in dist/, compiled by the installed CUDA toolkit or that of packages: `make wheel CUDA=13.0`.
+wheel: $(STAMPS)/tools
+	$(PY) tools/install_requirements.py requirements-wheel.txt
+	$(PY) tools/build_wheel.py --cuda "$(CUDA)"
+
+# The newest wheel in dist/, in fresh environments with the oldest and the newest torch.
+wheel-check:
+	$(PYTHON) tools/check_wheel.py
+
 clean:
 	rm -rf build dist *.egg-info dsa_ext/_C*.so
 
@@ -93,10 +96,12 @@ endif
 	@mkdir -p $(@D) && touch $@
 
 # A library that is there is used as it is on a machine that cannot compile another.
-$(STAMPS)/package: $(STAMPS)/tools setup.py pyproject.toml $(shell find csrc tools -type f)
+$(STAMPS)/package: $(STAMPS)/tools setup.py pyproject.toml tools/find_cuda.py tools/nvcc_with_report.sh \
+  $(shell find csrc -type f)
 	@if [ -f dsa_ext/_C.abi3.so ] && ! DSA_EXT_CUDA=1 $(PY) setup.py --name >/dev/null 2>&1; then \
 	  echo "No CUDA toolkit or no CUTLASS headers: dsa_ext/_C.abi3.so is used as it is."; \
 	else \
+	  echo "Compiling what changed in the kernels; all of it takes several minutes."; \
 	  $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .; \
 	fi
 	@touch $@

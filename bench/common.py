@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stale import RESULTS, Kernels
 from torch import Tensor
 
+from bench.stale import RESULTS, Kernels
 from dsa_ext.testing.progress import Progress
 from dsa_ext.testing.timing import time_ms
 

@@ -1,4 +1,4 @@
-"""The benchmarks without a GPU: their results are of all their cases and can be drawn, and what they compare with."""
+"""The benchmarks without a GPU: results cover all cases and can be drawn; what they are compared with."""
 
 import importlib
 import json
@@ -15,12 +15,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
-NAMES = sorted(path.stem for path in BENCH.glob("bench_*.py"))
+#: Modules by the names of their files.
+MODULES = {path.stem: f"bench.{path.parent.name}.{path.stem}" for path in sorted(BENCH.glob("*/bench_*.py"))}
 PEERS = json.loads((BENCH / "peers_h200.json").read_text())
 FIGURES = {
     (op, key): figure for op, part in PEERS.items() if "figures" in part for key, figure in part["figures"].items()
 }
-#: Of the benchmarks whose peer is PyTorch: sizes that suit a CPU.
+#: Sizes that suit a CPU, for the benchmarks whose peer is PyTorch.
 SIZES: dict[str, dict[str, int]] = {
     "bench_block_select": {"q_blocks": 3, "blocks": 40},
     "bench_coarse_attn": {"queries": 64, "keys": 50},
@@ -34,14 +35,13 @@ def result_of(op: str) -> dict[str, Any]:
     return result
 
 
-@pytest.fixture(params=NAMES)
-def benchmark(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module(request.param)
+@pytest.fixture(params=MODULES)
+def benchmark(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(MODULES[request.param])
 
 
 def parts(benchmark: ModuleType) -> Iterator[tuple[str, Any, Any]]:
-    """Of each operator its cases and how they are drawn."""
+    """For each operator, its cases and how they are drawn."""
     if hasattr(benchmark, "BENCHMARKS"):
         for op, (specs, _, plot) in benchmark.BENCHMARKS.items():
             yield op, specs, plot
@@ -55,14 +55,14 @@ def test_results_are_complete_and_can_be_drawn(benchmark: ModuleType, tmp_path: 
         cases = result_of(op)["cases"]
         names = [spec.name for spec in specs()]
         assert len(set(names)) == len(names)
-        # The forward of sparse MLA also has one that is of the host.
+        # The forward of sparse MLA also has a case that measures the host.
         assert [case["name"] for case in cases if case["group"] != "Host"] == names
         plot(cases, tmp_path / f"{op}.png")
         assert (tmp_path / f"{op}.png").stat().st_size > 10_000
 
 
 def test_results_name_their_operators(benchmark: ModuleType) -> None:
-    kernels = importlib.import_module("stale").Kernels()
+    kernels = importlib.import_module("bench.stale").Kernels()
     for op, _, _ in parts(benchmark):
         result = result_of(op)
         assert result["operators"] == getattr(benchmark, "OPERATORS", [op])
@@ -73,8 +73,7 @@ def test_results_name_their_operators(benchmark: ModuleType) -> None:
 
 
 def test_new_results_carry_the_hash_of_their_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    common, stale = importlib.import_module("common"), importlib.import_module("stale")
+    common, stale = importlib.import_module("bench.common"), importlib.import_module("bench.stale")
     monkeypatch.setattr(common, "machine", lambda: {"gpu": "a GPU"})
     for name, operators in (("indexer_loss", []), ("mhc", ["mhc_post_fwd", "mhc_post_bwd"])):
         common.report(name, [], tmp_path, lambda cases, path: None, operators=operators)
@@ -85,14 +84,14 @@ def test_new_results_carry_the_hash_of_their_kernels(monkeypatch: pytest.MonkeyP
 
 
 class CpuGenerator(torch.Generator):
-    """Whatever the device."""
+    """A generator on the CPU, for any device."""
 
     def __new__(cls, _device: str) -> "CpuGenerator":
         return super().__new__(cls, "cpu")
 
 
 class OnCpu(TorchFunctionMode):
-    """Makes tensors on the CPU, and in a type that every CPU multiplies."""
+    """Makes tensors on the CPU, in a dtype that every CPU multiplies."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -106,10 +105,9 @@ class OnCpu(TorchFunctionMode):
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("faster", ["plain", "compiled"])
 def test_pytorch_is_a_peer_as_it_is_and_compiled(name: str, faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ratio is to the faster; both are recorded. What is timed of both is what is timed of ours: the call, or the
-    call through autograd."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    benchmark, common = importlib.import_module(name), importlib.import_module("common")
+    """The ratio is to the faster one; both are recorded. Both are timed as our operator is: the call, or the call
+    through autograd."""
+    benchmark, common = importlib.import_module(MODULES[name]), importlib.import_module("bench.common")
     monkeypatch.setattr(benchmark, "ROWS", 64, raising=False)
     gradients = torch.autograd.grad
     monkeypatch.setattr(torch, "Generator", CpuGenerator)
@@ -124,7 +122,7 @@ def test_pytorch_is_a_peer_as_it_is_and_compiled(name: str, faster: str, monkeyp
     timed: list[bool] = []
 
     def measure_ms(call: Callable[[], object]) -> float:
-        """Ours takes 1 ms, the peers 2 and 3."""
+        """Our operator takes 1 ms, the peers take 2 and 3 ms."""
         through_autograd.clear()
         call()
         timed.append(bool(through_autograd))
@@ -170,7 +168,7 @@ def test_figures_of_peers() -> None:
 
 
 def test_rested_figures_stand_beside_those_that_are_compared() -> None:
-    """A rested chip has a higher clock than one at work."""
+    """After a pause the GPU has a higher clock than under load."""
     figures = PEERS["sparse_mla_fwd"]["figures"]
     cases = {case["name"]: case for case in result_of("sparse_mla_fwd")["cases"]}
     for heads in (128, 64):

@@ -1,7 +1,6 @@
-"""What bench/bench_sparse_mla_layer.py compares and counts: its dense layer is SparseMLA's, its operators are all."""
+"""The benchmark of the sparse MLA layer: its dense layer computes what SparseMLA does, and it counts every operator."""
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,9 +10,8 @@ from dsa_ext.nn import SparseMLA
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
-    return importlib.import_module("bench_sparse_mla_layer")
+def bench() -> ModuleType:
+    return importlib.import_module("bench.sparse_mla.bench_sparse_mla_layer")
 
 
 @pytest.fixture
@@ -33,7 +31,7 @@ def test_dense_layer(bench: ModuleType, layer: SparseMLA, pad_values: bool) -> N
 
 def test_operators_of_a_step(bench: ModuleType, layer: SparseMLA, monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
-        """Lasts 1 ms."""
+        """An event after which 1 ms passes."""
 
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing

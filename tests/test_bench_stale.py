@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Two operators, of which the second is made of the first's kernel and of sums that another folder defines.
+#: Two operators. The second includes the first one's kernel, and sums that another folder defines.
 FILES = {
     "ops/one/op.cpp": '#include "ops/one/params.h"\n#include "torch/abi.h"\nm.impl("one", f);\n',
     "ops/one/params.h": "const char* launch();\n",
@@ -72,7 +72,7 @@ def hashes(stale: ModuleType, csrc: Path) -> dict[str, str]:
 
 
 def move(csrc: Path, old: str, new: str) -> None:
-    """Moves a folder, and changes the lines that include its files."""
+    """Moves a folder, and adapts the lines that include its files."""
     (csrc / new).parent.mkdir(parents=True, exist_ok=True)
     (csrc / old).rename(csrc / new)
     for path in csrc.rglob("*.*"):
@@ -116,7 +116,7 @@ def test_folders_of_the_real_kernels_do_not_matter(stale: ModuleType, tmp_path: 
 
 
 def test_every_file_belongs_to_an_operator(stale: ModuleType) -> None:
-    """Else the rule that finds an operator's files has missed some."""
+    """Otherwise the rule that finds the files of an operator misses some."""
     kernels = stale.Kernels()
     assert "sparse_mla_fwd" in kernels.operators
     found = set().union(*map(kernels.files, kernels.operators))
@@ -125,7 +125,7 @@ def test_every_file_belongs_to_an_operator(stale: ModuleType) -> None:
 
 @pytest.fixture
 def results(stale: ModuleType, csrc: Path, tmp_path: Path) -> Path:
-    """A folder with a current result of each operator."""
+    """A folder with an up-to-date result of each operator."""
     folder = tmp_path / "results"
     folder.mkdir()
     kernels = stale.Kernels(csrc)

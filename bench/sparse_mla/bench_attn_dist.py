@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
+
+import dsa_ext
+from bench.common import (
     Case,
     drawing,
     grouped_bars,
@@ -20,8 +22,6 @@ from common import (
     run,
     time_versus,
 )
-
-import dsa_ext
 from dsa_ext.testing.inputs import make_inputs
 from dsa_ext.testing.tolerances import check_dist
 

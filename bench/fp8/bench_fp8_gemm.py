@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from common import Case, drawing, grouped_bars, make_case, measure_ms, measure_rotating_ms, run, time_versus
 from torch import Tensor
 
 import dsa_ext
+from bench.common import Case, drawing, grouped_bars, make_case, measure_ms, measure_rotating_ms, run, time_versus
 from dsa_ext.reference.fp8 import dequantize
 from dsa_ext.testing.tolerances import similarity_error
 

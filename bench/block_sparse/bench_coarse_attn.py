@@ -11,7 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import (
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.common import (
     PEER_SIMILARITY,
     Case,
     drawing,
@@ -22,9 +25,6 @@ from common import (
     pytorch_peers,
     run,
 )
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
 from dsa_ext import reference
 from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 

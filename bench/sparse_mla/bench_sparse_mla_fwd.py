@@ -11,7 +11,10 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from common import (
+from torch import Tensor
+
+import dsa_ext
+from bench.common import (
     PEERS,
     Case,
     causal_indices,
@@ -25,9 +28,6 @@ from common import (
     report,
     time_versus,
 )
-from torch import Tensor
-
-import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.inputs import Inputs, make_inputs
 from dsa_ext.testing.timing import host_us

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import (
+
+from bench.common import (
     Case,
     drawing,
     grouped_bars,
@@ -21,7 +22,6 @@ from common import (
     run,
     time_versus,
 )
-
 from dsa_ext import reference
 
 OP = "act_quant"

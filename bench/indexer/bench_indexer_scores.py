@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import (
+from torch import Tensor
+
+import dsa_ext
+from bench.common import (
     COLOURS,
     Case,
     causal_indices,
@@ -23,9 +26,6 @@ from common import (
     run,
     time_versus,
 )
-from torch import Tensor
-
-import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.inputs import make_indexer_inputs, make_inputs
 from dsa_ext.testing.memory import bytes_beside_results

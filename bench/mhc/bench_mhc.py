@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Case, drawing, grouped_bars, make_case, measure_ms, peer_figure, run
 from torch import Tensor
 
+from bench.common import Case, drawing, grouped_bars, make_case, measure_ms, peer_figure, run
 from dsa_ext import reference
 from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import (
+from torch import Tensor
+
+import dsa_ext
+from bench.common import (
     Case,
     drawing,
     grouped_bars,
@@ -23,9 +26,6 @@ from common import (
     peer_figure,
     run,
 )
-from torch import Tensor
-
-import dsa_ext
 from dsa_ext import reference
 from dsa_ext.nn import BlockSparseAttention
 from dsa_ext.nn.block_sparse import BLOCK

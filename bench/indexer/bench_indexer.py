@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
+from torch import Tensor
+
+import dsa_ext
+from bench.common import (
     PEERS,
     Case,
     drawing,
@@ -21,9 +24,6 @@ from common import (
     peer_figure,
     run,
 )
-from torch import Tensor
-
-import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.inputs import IndexerInputs, make_indexer_inputs
 from dsa_ext.testing.memory import bytes_beside_results

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import (
+from torch import Tensor
+
+from bench.common import (
     Case,
     drawing,
     grouped_bars,
@@ -20,8 +22,6 @@ from common import (
     run,
     time_versus,
 )
-from torch import Tensor
-
 from dsa_ext import reference
 from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 

@@ -11,7 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import (
+from torch import Tensor
+from torch._functorch import config as functorch_config
+
+import dsa_ext
+from bench.common import (
     PEER_SIMILARITY,
     Case,
     drawing,
@@ -22,10 +26,6 @@ from common import (
     pytorch_peers,
     run,
 )
-from torch import Tensor
-from torch._functorch import config as functorch_config
-
-import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 

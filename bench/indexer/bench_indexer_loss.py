@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
+from torch import Tensor
+
+import dsa_ext
+from bench.common import (
     Case,
     drawing,
     grouped_bars,
@@ -21,9 +24,6 @@ from common import (
     run,
     time_versus,
 )
-from torch import Tensor
-
-import dsa_ext
 from dsa_ext import reference
 
 OP = "indexer_loss"

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from bench_block_sparse_attn import BLOCK, COLUMNS, HEADS, draw, plot, products, self_attention
-from common import (
+from torch import Tensor
+
+from bench.block_sparse.bench_block_sparse_attn import BLOCK, COLUMNS, HEADS, draw, plot, products, self_attention
+from bench.common import (
     Case,
     make_case,
     measure_ms,
     peer_figure,
     run,
 )
-from torch import Tensor
-
 from dsa_ext import reference
 from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import (
+from torch import Tensor
+
+from bench.common import (
     Case,
     causal_indices,
     drawing,
@@ -16,8 +18,6 @@ from common import (
     run,
     time_versus,
 )
-from torch import Tensor
-
 from dsa_ext import reference
 from dsa_ext.testing.inputs import make_inputs
 from dsa_ext.testing.tolerances import SIMILARITY, similarity_error

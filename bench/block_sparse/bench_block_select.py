@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import Case, drawing, grouped_bars, make_case, measure_ms, measure_peers, pytorch_peers, run
 from torch import Tensor
 
 import dsa_ext
+from bench.common import Case, drawing, grouped_bars, make_case, measure_ms, measure_peers, pytorch_peers, run
 
 OP = "block_select"
 HEADS = 12

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import PEER_SIMILARITY, Case, drawing, grouped_bars, make_case, run, time_versus
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.common import PEER_SIMILARITY, Case, drawing, grouped_bars, make_case, run, time_versus
 from dsa_ext.nn import SparseMLA, apply_rope
 from dsa_ext.testing.tolerances import similarity_error
 
