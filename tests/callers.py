@@ -45,7 +45,7 @@ def to_fake_cuda(value: Any) -> Any:
 
 
 def assert_error(call: Caller, op: str, args: dict[str, Any], message: str) -> None:
-    """`call` with these arguments fails with this message, behind the operator's name."""
+    """`call` with these arguments fails with this message, after the operator's name."""
     with pytest.raises(RuntimeError) as caught:
         call(**args)
     assert str(caught.value).splitlines()[0] == f"dsa::{op}: {message}"

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def skip_unless_free(gigabytes: float) -> None:
-    """Skips a test where so much GPU memory is not free: others may use the same GPU."""
+    """Skips the test when less GPU memory is free: other processes may use the same GPU."""
     gc.collect()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0] / 1e9
@@ -47,7 +47,7 @@ def skip_unless_free(gigabytes: float) -> None:
 
 @pytest.fixture(autouse=True)
 def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test marked `gpu_memory(gigabytes)` needs is free before, and given back after."""
+    """For tests marked `gpu_memory(gigabytes)`: so much memory is free before the test, and is freed after it."""
     marker = request.node.get_closest_marker("gpu_memory")
     if marker is None:
         yield
@@ -60,8 +60,8 @@ def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest, gpu_memory: None) -> None:
-    """Before a GPU test fills the allocator's free memory, so that an element that nobody writes shows: with bits that
-    are NaN in every dtype, and no id."""
+    """Before a GPU test, fills the free memory of the allocator, so that elements that no kernel writes are noticed.
+    The bits are NaN in every floating-point dtype, and an invalid id."""
     if request.node.get_closest_marker("gpu"):
         blocks = [torch.full((2**17,), INT32_MAX, dtype=torch.int32, device="cuda") for _ in range(64)]
         blocks.append(torch.full((2**27,), INT32_MAX, dtype=torch.int32, device="cuda"))
@@ -69,7 +69,7 @@ def poisoned_memory(request: pytest.FixtureRequest, gpu_memory: None) -> None:
 
 @pytest.fixture
 def deterministic_algorithms() -> Iterator[None]:
-    """torch.use_deterministic_algorithms, which does not fill uninitialised memory here."""
+    """torch.use_deterministic_algorithms, without its filling of uninitialized memory."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""Memory layouts of an operator's arguments, for tests of what they change: nothing but speed."""
+"""Memory layouts of an operator's arguments, for tests that they change no result."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ Args = dict[str, Any]
 #: Arguments that all sequences share.
 _SHARED = {"kv_block_size", "phi", "alpha", "bias", "gamma", "attn_sink"}
 _PACKED = ("indexer", "topk", "act", "fp8")
-#: Small ones, where ordinary ones take the CPU long.
+#: Smaller sizes for operators that are slow on the CPU with the ordinary ones.
 _SIZES = {
     "attn_dist": {"seq": 3, "s_kv": 20, "topk": 9},
     "sparse_mla_fwd": {"seq": 3, "s_kv": 20, "topk": 9},
@@ -42,7 +42,7 @@ def call(op: str, args: Args) -> tuple[Tensor, ...]:
 
 
 def copied(x: Tensor, strides: list[int], offset: int = 0) -> Tensor:
-    """x in these strides, which must not overlap."""
+    """A copy of x with these strides, which must not overlap."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
     view = x.new_empty(offset + last + 1).as_strided(x.shape, strides, offset)
     view.copy_(x)
@@ -50,8 +50,8 @@ def copied(x: Tensor, strides: list[int], offset: int = 0) -> Tensor:
 
 
 def permuted(x: Tensor, order: tuple[int, ...], gap: int = 0) -> Tensor:
-    """x with its dimensions in this order in memory, the outermost first; every dimension but the innermost is `gap`
-    rows of it longer in memory, a row of it by 16 elements."""
+    """A copy of x with its dimensions in this order in memory, the outermost first. With a gap, every dimension is
+    longer in memory: the innermost by 16 * gap elements, the others by `gap` of their own elements."""
     strides, stride = [0] * x.dim(), 1
     for place, dim in enumerate(reversed(order)):
         strides[dim] = stride
@@ -60,7 +60,7 @@ def permuted(x: Tensor, order: tuple[int, ...], gap: int = 0) -> Tensor:
 
 
 def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """x as it may come, by name. Expanded ones have other values: those of one element everywhere."""
+    """Views and copies of x in many layouts, by name. Expanded ones have other values: one element is repeated."""
     dims = tuple(range(x.dim()))
     for order in itertools.permutations(dims):
         yield f"order {order}", permuted(x, order)
@@ -78,13 +78,13 @@ def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def torn(x: Tensor) -> Tensor:
-    """x [1, H, N, D], the same for all N, in strides from which torch.empty_like makes a result without dense rows: the
-    place of the dimension of one element brings the last one outside of the expanded one."""
+    """x [1, H, N, D], the same for all N, with strides from which torch.empty_like makes a result whose rows are not
+    dense: the dimension of size 1 puts the last dimension outside of the expanded one."""
     return x[:, :, :1].expand(x.shape).as_strided(x.shape, (1, x.stride(1), 0, 1))
 
 
 def calls_in_layouts(op: str, batch: int, device: str = "cpu") -> Iterator[tuple[str, Args]]:
-    """Calls in which one argument comes in another layout, and those in which all of a rank come in the same."""
+    """Calls in which one argument has another layout, then calls in which all arguments of one rank have the same."""
     base = ordinary(op, batch, device)
     tensors = {name: value for name, value in base.items() if isinstance(value, Tensor) and value.numel() > 0}
     for name, value in tensors.items():
@@ -104,7 +104,7 @@ def dense(args: Args) -> Args:
 
 
 def expected_of(op: str, args: Args, base: Args, of_base: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Results of dense copies of the arguments; known where their values are those of `base`."""
+    """Results of dense copies of the arguments: `of_base` when their values are those of `base`."""
     same = all(torch.equal(args[name], value) for name, value in base.items() if isinstance(value, Tensor))
     return of_base if same else call(op, dense(args))
 
@@ -115,7 +115,7 @@ def form(x: Tensor) -> tuple[Any, ...]:
     return x.dtype, tuple(x.shape), strides if x.numel() > 0 else ()
 
 
-#: How q, k and v [B, H, N, D] often come, of an input [B, N, H, D].
+#: How models often make q, k and v [B, H, N, D] from an input [B, N, H, D].
 ORIGINS: dict[str, Callable[[Tensor], Tensor]] = {
     "projected": lambda x: x.transpose(1, 2),
     "sequence first": lambda x: x.transpose(0, 1).contiguous().permute(1, 2, 0, 3),
@@ -126,7 +126,7 @@ ORIGINS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-    """Both branches of block-sparse attention, and their fusion, all blocks being listed: [B, H, N, D]."""
+    """Both branches of block-sparse attention with every block listed, and their fusion: [B, H, N, D]."""
     blocks = -(-q.shape[2] // 64)
     ids = torch.arange(blocks, dtype=torch.int32, device=q.device).expand(*q.shape[:2], blocks, blocks)
     fine = dsa_ext.block_sparse_attn(q, k, v, ids, torch.full_like(ids[..., 0], blocks))
@@ -135,7 +135,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
 
 
 def check_compiled(origin: str, device: str, dtype: torch.dtype, *, within: bool, **options: Any) -> None:
-    """A compiled step is the eager one; the layouts are made within what is compiled, or before."""
+    """A compiled step equals the eager one. The layouts are made inside the compiled function, or before it."""
     torch._dynamo.reset()
     arrange = ORIGINS[origin]
     generator = torch.Generator().manual_seed(0)
@@ -155,6 +155,6 @@ def check_compiled(origin: str, device: str, dtype: torch.dtype, *, within: bool
     assert form(results[0]) == form(results[1])
     upstream = torch.randn(results[0].shape, generator=generator).to(results[0])
     eager, compiled = ((out.detach(), *torch.autograd.grad(out, [*inputs, gate], upstream)) for out in results)
-    # Sums over what was expanded are rounded where the compiler sees fit.
+    # The compiler chooses where sums over expanded dimensions are rounded.
     for a, b in zip(compiled, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-8 * float(b.abs().max()))

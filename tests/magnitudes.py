@@ -1,4 +1,4 @@
-"""Calls of every operator with numbers of every size, and with NaN and Inf in every argument."""
+"""Calls of every operator with numbers of every magnitude, and with NaN and Inf in every argument."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from dsa_ext.testing.tolerances import check
 
 SIZES = (1e-40, 1e-30, 1e-10, 1e4, 1e10, 1e18, 3e38)
 POISONS = (math.nan, math.inf, -math.inf)
-#: Arguments that with_forward computes, of the operators that it knows.
+#: For each operator that with_forward knows, the arguments that it computes.
 COMPUTED = {
     "sparse_mla_bwd": {"out", "lse"},
     "attn_dist": {"lse"},
@@ -23,7 +23,7 @@ COMPUTED = {
     "indexer_dense_loss": {"lse"},
     "mhc_pre_bwd": {"h_post", "inv_rms", "h_mix", "h_pre"},
 }
-#: Other sizes than those of ORDINARY, which other kernels or other parts of them compute.
+#: Sizes other than those of ORDINARY, for which other kernels or other code paths run.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sparse_mla_fwd": [
         {"heads": 64},
@@ -63,9 +63,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 class Case:
     name: str
     args: Args
-    #: The same with NaN or Inf where nothing looks: the results must be the same bits.
+    #: The same call with NaN or Inf in elements that are never read: the results must be bitwise equal.
     hidden: Args | None = None
-    #: Whether the results must contain NaN: that a test of what has no effect would notice one.
+    #: Whether the results must contain NaN. It shows that a NaN in elements that are read is noticed.
     spreads: bool = False
 
 
@@ -76,7 +76,7 @@ def sized(x: Tensor, size: float) -> Tensor:
 
 
 def floats(op: str, args: Args) -> dict[str, Tensor]:
-    """The arguments whose numbers a caller chooses."""
+    """The floating-point arguments whose values a caller chooses."""
     return {
         name: value
         for name, value in args.items()
@@ -131,7 +131,7 @@ def keys_of(args: Args) -> tuple[str, Tensor]:
 
 
 def attention_sizes(args: Args) -> Iterator[Case]:
-    """Scores that are large, equal, or sums of large terms that cancel."""
+    """Scores that are large or equal, and scores that are sums of large terms that cancel."""
     name, keys = keys_of(args)
     q = args["q"]
     row = int(args["indices"][0, 0, 0, 0]) if "indices" in args else 1
@@ -147,7 +147,7 @@ def attention_sizes(args: Args) -> Iterator[Case]:
         cancelling[..., 1::2] = -cancelling[..., ::2]
         turned[..., 1::2] = turned[..., ::2]
         yield Case(f"products of {size**2:.0e} that cancel", {**args, name: cancelling, "q": turned})
-        # Scores of one sign alone, growing from key to key.
+        # All scores have the same sign and grow from key to key.
         ramp = torch.linspace(0.1, 3, keys.shape[1 if name == "kv" else 2]).view(-1, 1, 1) * size
         ramp = (ramp if name == "kv" else ramp[..., 0]).to(keys.dtype).expand_as(keys).contiguous()
         for sign in (1, -1):
@@ -166,11 +166,11 @@ def ramp_of(keys: Tensor) -> Tensor:
     return (torch.linspace(0.1, 30, keys.shape[2])[:, None]).to(keys.dtype).expand_as(keys).contiguous()
 
 
-# ---- NaN and Inf that are seen
+# ---- NaN and Inf in elements that are read
 
 
 def poisons(op: str, args: Args) -> Iterator[Case]:
-    """One element, one row, all: wherever the reference has NaN or Inf, and nowhere else, the operator has them too."""
+    """NaN or Inf in one element, in one row, everywhere: results have NaN and Inf exactly where the reference has."""
     for name, x in floats(op, args).items():
         middle = tuple(size // 2 for size in x.shape)
         places = {"one element": middle, "one row": middle[:-1] if x.dim() > 1 else middle, "all": ...}
@@ -180,7 +180,7 @@ def poisons(op: str, args: Args) -> Iterator[Case]:
 
 
 def attention_poisons(args: Args) -> Iterator[Case]:
-    """What is there of sparse MLA alone: keys that are not values, and rows that have nothing but NaN."""
+    """Cases of sparse MLA only: columns of a key that its value lacks, and queries whose only key is not finite."""
     kv, indices, q = (args[name] for name in ("kv", "indices", "q"))
     one = torch.full_like(indices, -1)
     one[..., 0] = indices[..., 0]
@@ -196,7 +196,7 @@ def attention_poisons(args: Args) -> Iterator[Case]:
         yield Case(f"a head's query of {value}", {**args, "q": filled(q, (0, 1, q.shape[2] // 2), value)})
 
 
-# ---- NaN and Inf that nobody sees
+# ---- NaN and Inf in elements that are not read
 
 
 def spoiled_rows(x: Tensor, rows: Tensor | slice, value: float, dim: int = 0) -> Tensor:
@@ -207,23 +207,23 @@ def hidden_sparse_mla(args: Args) -> Iterator[Case]:
     kv, indices = args["kv"], args["indices"]
     s_kv, topk = kv.shape[1], indices.shape[3]
     upper = s_kv // 2
-    low = indices % upper  # nobody lists the upper half
+    low = indices % upper  # no query lists the upper half
     mixed = low.clone()
     mixed[..., ::3] = torch.tensor([-1, s_kv, INT32_MIN, INT32_MAX], dtype=torch.int32).repeat(topk)[
         : len(range(0, topk, 3))
     ]
     lengths = torch.full(indices.shape[:2], topk // 2, dtype=torch.int32)
-    behind = low.clone()
-    behind[..., topk // 2 :] = upper + low[..., topk // 2 :]
+    after = low.clone()
+    after[..., topk // 2 :] = upper + low[..., topk // 2 :]
     later = torch.arange(topk, dtype=torch.int32).expand_as(indices) % s_kv
     position = upper - indices.shape[1]
     kinds = {
-        "a key that nobody lists": {"indices": low},
-        "a key that nobody lists, beside padding": {"indices": mixed},
-        "a key behind topk_length": {"indices": behind, "topk_length": lengths},
+        "a key that no query lists": {"indices": low},
+        "a key that no query lists, with padding": {"indices": mixed},
+        "a key after topk_length": {"indices": after, "topk_length": lengths},
     }
     if position >= 0:
-        kinds["a key behind the last query"] = {"indices": later, "causal": True, "q_start": position}
+        kinds["a key after the last query"] = {"indices": later, "causal": True, "q_start": position}
     for value in POISONS:
         for kind, options in kinds.items():
             clean = {**args, **options}
@@ -235,12 +235,12 @@ def hidden_sparse_mla(args: Args) -> Iterator[Case]:
 def hidden_block_sparse(args: Args) -> Iterator[Case]:
     q, k, index, number, size = (args[name] for name in ("q", "k", "q2k_index", "q2k_num", "kv_block_size"))
     blocks = len(size)
-    size = size.clamp(3, 50)  # every block has keys that are valid, and some that are not
+    size = size.clamp(3, 50)  # every block has valid keys and padding
     number, listed = number.clone(), index.where(index < blocks - 1, -1)
-    number[:, :, 0] = 0  # queries that see nothing
+    number[:, :, 0] = 0  # queries without a visible key
     clean = {**args, "q2k_index": listed, "q2k_num": number, "kv_block_size": size}
     valid = (torch.arange(64) < size[:, None]).flatten()[: k.shape[2]]
-    valid[64 * (blocks - 1) :] = False  # a block that nobody lists
+    valid[64 * (blocks - 1) :] = False  # a block that no query lists
     for value in POISONS:
         for names in (("k",), ("v",), ("k", "v")):
             spoiled = {name: spoiled_rows(args[name], ~valid, value, 2) for name in names}
@@ -258,11 +258,11 @@ def hidden_block_sparse(args: Args) -> Iterator[Case]:
 
 
 def packed(args: Args) -> tuple[Args, Tensor, Tensor]:
-    """Bounds of two packed sequences that keys of no query lie between, and of rows that see nothing; what is seen."""
+    """Bounds of two packed sequences with unused keys between them, and of rows without a key; the visible keys."""
     seq, s_kv = len(args["q"]), len(args["k"])
     third = s_kv // 3
     row = torch.arange(seq)
-    # Neighbours, which a kernel may take together, see one sequence, the other, or nothing.
+    # Adjacent queries, which a kernel may process together, see the first sequence, the second one, or nothing.
     first, nothing = row // 3 % 2 == 0, row % 4 == 1
     starts = torch.where(first, 0, 2 * third).masked_fill(nothing, third).int()
     ends = torch.where(first, third, s_kv).masked_fill(nothing, third).int()
@@ -327,7 +327,7 @@ def hidden_dense_loss(args: Args) -> Iterator[Case]:
     for value in POISONS:
         for name in ("k", "main_kv"):
             spoiled = {name: spoiled_rows(args[name], slice(len(args["q"]), None), value)}
-            yield Case(f"{value} in {name} behind the last query", clean, {**clean, **spoiled})
+            yield Case(f"{value} in {name} after the last query", clean, {**clean, **spoiled})
     yield Case("NaN in a key that is seen", {**clean, "k": spoiled_rows(args["k"], 1, math.nan)}, spreads=True)
 
 
@@ -359,7 +359,7 @@ HIDDEN: dict[str, Callable[[Args], Iterator[Case]]] = {
 
 
 def cases(op: str, variants: bool = True) -> Iterator[Case]:
-    """All, in an order that does not change; without `variants` those of the smallest sizes alone."""
+    """All cases, always in the same order; without `variants` only those of the smallest sizes."""
     schema = {argument.name for argument in getattr(torch.ops.dsa, op).default._schema.arguments}
     for sizes_of_variant in [{}, *(VARIANTS.get(op, []) if variants else [])]:
         label = ", ".join(f"{name}={value}" for name, value in sizes_of_variant.items())
@@ -381,7 +381,7 @@ def cases(op: str, variants: bool = True) -> Iterator[Case]:
 
 
 def poison_memory(device: str) -> None:
-    """Fills what the allocator has free with bits that are NaN in every dtype, and no id."""
+    """Fills the free memory of the allocator with bits that are NaN in every dtype, and an invalid id."""
     if device == "cuda":
         blocks = [torch.full((2**17,), INT32_MAX, dtype=torch.int32, device=device) for _ in range(64)]
         blocks.append(torch.full((2**24,), INT32_MAX, dtype=torch.int32, device=device))
@@ -400,7 +400,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def run(op: str, case: Case, device: str) -> float:
-    """The largest measure as a fraction of its limit."""
+    """The largest error, as a fraction of its limit."""
     results, args = results_of(op, case.args, device)
     worst = max(check(op, results, args).values(), default=0.0)
     if case.spreads:
@@ -408,5 +408,5 @@ def run(op: str, case: Case, device: str) -> float:
     if case.hidden is not None:
         poisoned, _ = results_of(op, case.hidden, device)
         for i, (a, b) in enumerate(zip(results, poisoned, strict=True)):
-            assert same(a, b), f"result {i} depends on what nobody sees"
+            assert same(a, b), f"result {i} depends on elements that must not be read"
     return worst

@@ -1,7 +1,7 @@
 """Runs the cases of magnitudes.py for one operator, each within a time limit: python tests/magnitudes_worker.py OP
 
-A kernel that hangs can be ended only together with its process. So `failures` runs this file as one, and goes on after
-the case that ended it.
+A kernel that hangs can only be stopped by ending its process. So `failures` runs this file in a process of its own, and
+starts another one after the case that ended it.
 """
 
 import argparse
@@ -14,14 +14,14 @@ from typing import Any
 
 #: Seconds that a case may take; the first one also starts CUDA.
 CASE_SECONDS, FIRST_SECONDS = 30.0, 180.0
-#: Seconds that all cases of an operator may take: the last resort, should the process not end itself.
+#: Seconds that all cases of an operator may take: the last resort if the process does not end itself.
 ALL_SECONDS = 600.0
-#: How many cases may end their process until the rest is given up.
+#: After so many cases that ended their process, the remaining ones are skipped.
 ENDS = 4
 
 
 def failures(command: Sequence[str]) -> tuple[list[str], int]:
-    """What went wrong, by case, and how many cases ended. `command` takes --skip N and prints what `main` prints."""
+    """Error messages, and the number of finished cases. `command` takes --skip N and prints what `main` prints."""
     wrong: list[str] = []
     done, ends = 0, 0
     while ends < ENDS:

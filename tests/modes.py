@@ -14,11 +14,11 @@ Args = dict[str, Any]
 
 
 def real(args: Args) -> list[str]:
-    """Names of the tensors that a gradient could be asked of: bf16 or wider."""
+    """Names of the tensors that may require a gradient: bf16 or wider."""
     return [n for n, t in args.items() if isinstance(t, Tensor) and t.is_floating_point() and t.element_size() > 1]
 
 
-#: What is differentiable, and what names the error of a second derivative.
+#: The differentiable operators, and the operator that the error of a second derivative names.
 DIFFERENTIABLE = {
     "sparse_mla_fwd": "sparse_mla_bwd",
     "indexer_logits": "indexer_logits_bwd",
@@ -31,12 +31,12 @@ DIFFERENTIABLE = {
     "mhc_pre_fwd": "mhc_pre_bwd",
     "mhc_post_fwd": "mhc_post_bwd",
 }
-#: These have a gradient with respect to some of their arguments alone.
+#: Operators with gradients for only some of their floating-point arguments.
 LEAVES = {"indexer_loss": ["scores"], "indexer_dense_loss": ["q", "k", "weights"]}
 
 
 def with_leaves(op: str, device: str = "cpu") -> tuple[Args, list[str]]:
-    """Arguments of which gradients are wanted, and their names."""
+    """Arguments that require gradients, and their names."""
     args = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in ORDINARY[op]().items()}
     names = LEAVES.get(op, real(args))
     for name in names:
@@ -45,7 +45,7 @@ def with_leaves(op: str, device: str = "cpu") -> tuple[Args, list[str]]:
 
 
 def total(results: tuple[Tensor, ...]) -> Tensor:
-    """Linear in all that has a gradient, so that none comes with the gradient that arrives."""
+    """Linear in all results with a gradient, so that the incoming gradient is a constant without a graph."""
     return torch.stack([t.float().sum() for t in results if t.requires_grad]).sum()
 
 
@@ -76,9 +76,18 @@ def make_module(name: str) -> torch.nn.Module:
 
 
 def results_of(module: torch.nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, ...]:
-    """Of an ordinary input: what is not an id."""
+    """The floating-point results of an ordinary input."""
     shape = {HyperConnection: (2, 70, 4, 128), FP8Linear: (2, 70, 128)}.get(type(module), (2, 70, 48))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     results = module(x, x) if isinstance(module, LightningIndexer) else module(x)
     results = results if isinstance(results, tuple) else (results,)
     return tuple(result for result in results if result is not None and result.is_floating_point())
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

@@ -1,12 +1,12 @@
 """Small calls of every operator and of every variant of the kernels, under compute-sanitizer, a part at a time.
 
     python tests/sanitize.py [--only NAME ..] [--tool memcheck racecheck]     each part under each tool
-    python tests/sanitize.py --run NAME                                       a part's calls alone, without a tool
+    python tests/sanitize.py --run NAME                                       the calls of one part, without a tool
 
-Each part takes less than two minutes: its calls are small, and they are judged on the CPU, so that a tool watches
-little but the kernels. memcheck finds accesses outside of each tensor, not of the allocator's blocks alone: every
-tensor is allocated by itself. racecheck knows barriers alone: to it the words that CTAs of mhc_pre_fwd send each other,
-and read until they have come, are races, so that part is left out.
+Each part takes less than two minutes: its calls are small, and their results are checked on the CPU, so that the tool
+runs little but the kernels. memcheck finds accesses outside of each tensor, not only outside of the allocator's blocks:
+every tensor is an allocation of its own. racecheck only knows barriers: it takes the words that CTAs of mhc_pre_fwd
+send each other, and poll, for races, so that part is left out.
 """
 
 import argparse
@@ -43,12 +43,12 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOOLS = ("memcheck", "racecheck")
 #: Parts that a tool leaves out.
 LEFT_OUT = {"memcheck": (), "racecheck": ("mhc_pre_fwd",)}
-#: Seconds after which a part counts as one that hangs.
+#: Seconds after which a part is taken to hang.
 LIMIT = 600
 Args = dict[str, Any]
 
-# (B, S, S_kv, H, G, K, Dqk): one tile, several tiles, partial heads, groups, keys split over CTAs, nothing to see,
-# several queries a CTA.
+# (B, S, S_kv, H, G, K, Dqk): one tile, several tiles, partial heads, groups, keys split over CTAs, no visible key,
+# several queries per CTA.
 SPARSE_MLA = (
     (2, 3, 100, 64, 1, 64, 576),
     (2, 3, 100, 128, 1, 200, 512),
@@ -59,11 +59,11 @@ SPARSE_MLA = (
     (2, 2, 0, 65, 1, 5, 576),
     (1, 150, 100, 100, 1, 70, 576),
 )
-# (R, C, K): one column, all selected, candidates that are cut, rows cut in two and in eight.
+# (R, C, K): one column, all selected, candidates that are cut, rows split in two and in eight.
 TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17004, 100), (1, 70001, 2048))
 # (S, S_kv, K): one of each, all selected, several blocks of queries, many keys. Every variant takes one of them.
 INDEXER = ((1, 1, 1), (5, 200, 300), (130, 300, 64), (3, 9000, 500))
-# (S, S_kv, K): one slot, several tiles, several queries a CTA. Every variant takes one of them.
+# (S, S_kv, K): one slot, several tiles, several queries per CTA. Every variant takes one of them.
 INDEXER_TRAINING = ((1, 1, 1), (5, 200, 300), (150, 300, 129))
 # queries, keys, slots: no block, rows of one warp, of two, of many.
 BLOCK_SPARSE = ((1, 1, 1), (200, 500, 5), (64, 4000, 63))
@@ -83,7 +83,7 @@ MHC = ((1, 1, 2, 128), (1, 40, 4, 640), (2, 9, 4, 1920), (1, 17, 4, 3968), (1, 1
 
 
 def on_gpu(value: Any) -> Any:
-    """A tensor in the same layout, and in memory of its own that ends where its last element does."""
+    """A copy in the same layout, in an allocation of its own that ends at its last element."""
     if not isinstance(value, Tensor):
         return value
     offset, reach = (
@@ -121,7 +121,7 @@ def random(*shape: int, seed: int = 3) -> Tensor:
 
 
 def attention_args() -> Iterator[Args]:
-    """What the operators of sparse MLA take, in several layouts, with the options of either kind."""
+    """Arguments of the operators of sparse MLA, in several layouts, with their options."""
     for i, (batch, seq, s_kv, heads, groups, topk, d_qk) in enumerate(SPARSE_MLA):
         inputs = make_inputs(batch, seq, s_kv, heads, groups, topk, d_qk)
         lengths = torch.full((batch, seq), topk, dtype=torch.int32)
@@ -158,7 +158,7 @@ def sparse_mla_bwd() -> None:
         args = with_forward("sparse_mla_bwd", {**(with_sink(args) if i % 3 else args), "dout": dout, "dlse": dlse})
         checked("sparse_mla_bwd", **args)
         checked("sparse_mla_bwd", **args, deterministic=True)
-    # A few of very many keys, one of them listed by all.
+    # A few of very many keys; one of them is in every list.
     args = ORDINARY["sparse_mla_bwd"](seq=3, s_kv=20_000, topk=70)
     args["indices"][..., 5] = 19_999
     checked("sparse_mla_bwd", **with_forward("sparse_mla_bwd", args), deterministic=True)
@@ -218,7 +218,7 @@ def indexer_training() -> None:
 
 
 def indexer_packed() -> None:
-    """Two sequences with a gap between their keys, in which nobody looks."""
+    """Two sequences with a gap between their keys that no query sees."""
     args = ORDINARY["indexer_logits_bwd"](seq=40, s_kv=300)
     second = torch.arange(40) >= 20
     args["k"][100:200] = torch.nan
@@ -345,7 +345,7 @@ PARTS: dict[str, Callable[[], None]] = {
 
 
 def sanitized(tool: str, part: str, sanitizer: str) -> str | None:
-    """What the tool, or the part, finds wrong."""
+    """The errors that the tool or the part itself reports."""
     command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, __file__, "--run", part]
     environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})}
     try:

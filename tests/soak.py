@@ -1,12 +1,12 @@
-"""Random legal calls of every operator, function and module against the reference, for as long as is wanted.
+"""Random legal calls of every operator, function and module against the reference, for a given time.
 
     python tests/soak.py --minutes 10                       many calls
-    python tests/soak.py --op sparse_mla_bwd --seed 123     one call: that which a failure names
+    python tests/soak.py --op sparse_mla_bwd --seed 123     one call: the one that a failure names
 
-Each call starts from poisoned memory, is judged by the tolerances of dsa_ext.testing, and is made a second time, as it
-is, on a side stream, or in a CUDA graph whose inputs change before it is replayed: the results must be the same bits
-where that is promised, and no argument may have changed. The exit status is 1 if a call failed, and 2 if one did not
-end in time. Several processes may share a GPU, with different seeds.
+Each call starts from poisoned memory, is judged by the tolerances of dsa_ext.testing, and is made a second time: in the
+same way, on a side stream, or in a CUDA graph whose inputs change before it is replayed. The results must be bitwise
+equal where that is promised, and no argument may have changed. The exit status is 1 if a call failed, and 2 if one did
+not end in time. Several processes may share a GPU, with different seeds.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-# Without it matrix products in PyTorch are not repeatable.
+# Without it, matrix products of PyTorch are not repeatable.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
@@ -34,26 +34,26 @@ from dsa_ext.testing.progress import Progress
 from dsa_ext.testing.random_calls import TARGETS, Call, make_call
 from dsa_ext.testing.tolerances import bits
 
-#: How often a target is called, by what its name begins with: judging a module takes the longest.
+#: Relative number of calls, by the beginning of the target's name: judging a module takes the longest.
 WEIGHTS = {"nn.": 1, "functional.": 5, "": 6}
 #: Steps of the progress bar.
 STEPS = 50
-#: Bytes of a storage that is copied, to see whether a call changes it.
+#: Largest storage, in bytes, that is copied to see whether a call changes it.
 _COPIED = 2**28
 _Args = dict[str, Any]
 _Results = tuple[Tensor, ...]
 
 
 class SoakError(Exception):
-    """A call whose result is wrong, beside those that the judge finds."""
+    """An error of a call that the tolerances do not find."""
 
 
 # ---- Memory
 
 
 def poison(pattern: int) -> None:
-    """Fills the allocator's free memory, so that what a call leaves unwritten shows: from the largest blocks down to
-    the smallest, so that what is left between tensors is found as well."""
+    """Fills the free memory of the allocator, so that elements that a call does not write are noticed: from the largest
+    blocks down to the smallest, so that the gaps between tensors are filled too."""
     sizes = [(2**25, 4), (2**23, 4), (2**21, 8), *((2**level, 32) for level in range(19, 8, -2))]
     blocks = [torch.empty(size // 4, dtype=torch.int32, device="cuda") for size, count in sizes for _ in range(count)]
     torch._foreach_zero_(blocks)
@@ -61,13 +61,13 @@ def poison(pattern: int) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All elements of its storage."""
+    """All elements of the tensor's storage."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((count,), (1,), 0)
 
 
 def in_new_memory(args: _Args) -> _Args:
-    """Zeros in the same layouts. Tensors that are too large for that stay what they are."""
+    """Zeros in the same layouts. Tensors that are too large to copy are kept as they are."""
 
     def zeros(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.untyped_storage().nbytes() > _COPIED:
@@ -93,7 +93,7 @@ def plainly(call: Call) -> _Results:
 
 
 def on_a_side_stream(call: Call) -> _Results:
-    """The inputs arrive late, on that stream: what runs on another reads zeros."""
+    """The inputs are written late, on that stream: a kernel on another stream reads zeros."""
     late = in_new_memory(call.args)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -107,7 +107,7 @@ def on_a_side_stream(call: Call) -> _Results:
 
 
 def in_a_graph(call: Call) -> _Results:
-    """Captured with zeros in the place of its inputs, and replayed twice with the inputs."""
+    """Captured with zeros as inputs, and replayed twice with the inputs."""
     places = in_new_memory(call.args)
     graph = torch.cuda.CUDAGraph()
     if call.same_way:
@@ -126,7 +126,7 @@ Way = Callable[[Call], _Results]
 
 
 def ways(call: Call, seed: int, device: torch.device) -> tuple[Way, Way]:
-    """How a call is made the first and the second time."""
+    """The two ways in which a call is made."""
     if device.type == "cpu":
         return plainly, plainly
     source = random.Random(f"ways {seed}")
@@ -139,7 +139,7 @@ def ways(call: Call, seed: int, device: torch.device) -> tuple[Way, Way]:
 
 
 def make_and_judge(call: Call, seed: int, device: torch.device) -> None:
-    """Raises what is wrong with it."""
+    """Makes a call in two ways and raises an error if a result is wrong."""
     before = {name: value for name, value in call.args.items() if isinstance(value, Tensor)}
     before = {n: whole(t).clone() for n, t in before.items() if t.untyped_storage().nbytes() <= _COPIED}
     first, second = ways(call, seed, device)
@@ -216,7 +216,7 @@ class Soak:
             timer.cancel()
 
     def _end(self) -> None:
-        """Nothing but the end of the process stops a kernel that hangs."""
+        """Only the end of the process stops a kernel that hangs."""
         limit = f"more than {self.seconds_per_call:g} s"
         print(f"\nHANGS, {limit}: {self.what}\n  repeat: {self.command}", flush=True)
         os._exit(2)
@@ -227,7 +227,7 @@ class Soak:
         print(f"\nFAILED {self.what}\n  {text}\n  repeat: {self.command}", flush=True)
 
     def _end_if_broken(self) -> None:
-        """After an error such as an illegal address nothing that a process does on a GPU can be trusted."""
+        """After an error such as an illegal address, no later result of the process on the GPU can be trusted."""
         if self.device.type != "cuda":
             return
         try:
@@ -280,7 +280,7 @@ def soak(soaked: Soak, minutes: float, base: int, names: list[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, help="how long; without it one call is made, that of --op and --seed")
-    parser.add_argument("--op", choices=TARGETS, metavar="NAME", help="this target alone: " + ", ".join(TARGETS))
+    parser.add_argument("--op", choices=TARGETS, metavar="NAME", help="only this target: " + ", ".join(TARGETS))
     parser.add_argument("--seed", type=int, help="of all calls, or of the one; by default a new one each time")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(

@@ -1,5 +1,5 @@
-"""Every operator in every layout of its arguments, on the CPU: fake results are in the layout of real ones, and values
-do not depend on it."""
+"""Every operator in every layout of its arguments, on the CPU: fake results have the layout of real ones, and values do
+not depend on the layout."""
 
 import re
 from types import ModuleType
@@ -42,14 +42,14 @@ def test_fake_and_real_results_agree(op: str, batch: int) -> None:
         for device in ("cpu", "cuda"):
             assert fake_forms(op, args, device) == forms, (name, device)
         for got, expected in zip(results, expected_of(op, args, base, of_base), strict=True):
-            # Products of other layouts may be summed in another order.
+            # With another layout, products may be summed in another order.
             scale = float(expected.double().nan_to_num(0, 0, 0).abs().amax()) if expected.numel() else 0.0
             torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=scale / 64, equal_nan=True)
 
 
 @st.composite
 def strided(draw: st.DrawFn) -> Tensor:
-    """Any sizes, in any order in memory, with gaps, expanded dimensions, and any strides where they mean nothing."""
+    """Any sizes, in any order in memory, with gaps, expanded dimensions, and any stride of dimensions of size 1."""
     sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
     strides, stride = [0] * len(sizes), draw(st.sampled_from([1, 1, 8]))
     for dim in draw(st.permutations(range(len(sizes)))):
@@ -68,7 +68,7 @@ def test_dense_strides_are_those_of_empty_like(host_functions: ModuleType, x: Te
 
 @given(x=strided(), columns=st.sampled_from([8, 64]))
 def test_rows_of_results_are_dense(host_functions: ModuleType, x: Tensor, columns: int) -> None:
-    """Where those of the argument are and start aligned."""
+    """If the rows of the argument are dense and start aligned."""
     strides = [
         *(stride if size == 1 else columns * stride for size, stride in zip(x.shape, x.stride(), strict=True)),
         1,
@@ -83,7 +83,7 @@ def test_rows_of_results_are_dense(host_functions: ModuleType, x: Tensor, column
 
 @all_operators
 def test_empty_tensors(op: str) -> None:
-    """Each size that can be 0 of each leading dimension, in two orders in memory."""
+    """Each dimension that may have size 0, in two orders in memory."""
     base = ordinary(op, 2)
     tensors = {name: value for name, value in base.items() if isinstance(value, Tensor)}
     sizes = {size for value in tensors.values() for size in value.shape[:-1] if size > 1}
@@ -97,7 +97,7 @@ def test_empty_tensors(op: str) -> None:
             arranged = {name: arrange(args[name]) for name in tensors}
             try:
                 forms = [form(result) for result in call(op, args | arranged)]
-            except RuntimeError as error:  # what must not be 0
+            except RuntimeError as error:  # sizes that must not be 0
                 with pytest.raises(RuntimeError, match=f"^{re.escape(str(error))}$"):
                     fake_forms(op, args | arranged, "cpu")
                 continue
@@ -112,5 +112,5 @@ def test_compile(origin: str, dynamic: bool) -> None:
 
 
 def test_inductor() -> None:
-    """It asserts strides."""
+    """Inductor asserts the strides of results."""
     check_compiled("sequence first", "cpu", torch.float32, within=True)

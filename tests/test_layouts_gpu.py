@@ -1,5 +1,5 @@
-"""Every operator in every layout of its arguments on a GPU: fake results are in the layout of real ones, and values do
-not depend on it."""
+"""Every operator in every layout of its arguments, on a GPU: fake results have the layout of real ones, and values do
+not depend on the layout."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ DEVICE = "cuda"
 
 
 def is_legal(x: Tensor) -> bool:
-    """Rows are dense and start 16-byte aligned."""
+    """Whether rows are dense and start 16-byte aligned."""
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     dense = x.shape[-1] <= 1 or x.stride(-1) == 1
     return dense and x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps)
@@ -34,7 +34,7 @@ def results_or_refusal(op: str, args: dict[str, Any]) -> tuple[Tensor, ...] | st
 @pytest.mark.parametrize("op", ops.OPERATORS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_fake_and_real_results_agree(op: str, batch: int, deterministic_algorithms: None) -> None:
-    """A call is refused only for the layout of a tensor that is not legal, and says so."""
+    """A call fails only for the layout of a tensor that is not legal, and the error says so."""
     base = ordinary(op, batch, DEVICE)
     of_base = call(op, base)
     for name, args in calls_in_layouts(op, batch, DEVICE):

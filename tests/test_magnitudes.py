@@ -1,4 +1,4 @@
-"""The judge at every magnitude, with the CPU implementations in fp32; and that a case which hangs is a failure."""
+"""The tolerances at every magnitude, with the CPU implementations in fp32; a case that hangs is a failure."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_cases_on_the_cpu(op: str) -> None:
         except Exception as error:
             wrong.append(f"{case.name}: {type(error).__name__}: {error}"[:500])
     assert not wrong, "\n".join(wrong)
-    # A case of what nobody sees needs one that shows what would happen otherwise.
+    # A case with NaN in elements that are not read needs one in which they are read.
     assert spread or not hidden or op in ("topk_select", "indexer_topk")
 
 
@@ -49,7 +49,7 @@ def test_a_case_that_hangs_is_a_failure_and_the_others_go_on(tmp_path: Path) -> 
 
 
 def test_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that cannot even end itself."""
+    """A process that does not end itself."""
     worker = tmp_path / "worker.py"
     worker.write_text('import time; print(\'{\\"begin\\": \\"stuck\\"}\', flush=True); time.sleep(100)')
     monkeypatch.setattr(magnitudes_worker, "ALL_SECONDS", 2.0)

@@ -1,4 +1,4 @@
-"""Every kernel with numbers of every size, and with NaN and Inf in every argument: each case within a time limit."""
+"""Every kernel with numbers of every magnitude, and with NaN and Inf in every argument, each within a time limit."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Modes of PyTorch in which operators and modules may be used, on the CPU: the deterministic switch, derivatives that
-do not exist, torch.func, autocast, meta devices."""
+"""Modes of PyTorch in which operators may be used, on the CPU: the deterministic switch, derivatives that do not exist,
+torch.func, autocast."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from modes import DIFFERENTIABLE, INDEXER, MODULES, Args, call, make_module, real, results_of, total, with_leaves
+from modes import DIFFERENTIABLE, Args, assert_same, autocast, call, real, total, with_leaves
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import dsa_ext
 from dsa_ext import ops
-from dsa_ext.nn import BlockSparseAttention, FP8Linear, LightningIndexer, SparseMLA, apply_rope
-from dsa_ext.nn.heads import absorbed_queries, multiply_heads
-from dsa_ext.nn.rotary import rope_tables
+from dsa_ext.nn import SparseMLA
 from dsa_ext.testing.calls import ORDINARY
 
 all_operators = pytest.mark.parametrize("op", ops.OPERATORS)
@@ -32,7 +30,7 @@ SWITCHED = [op for op in ops.OPERATORS if "deterministic" in schema_names(op)]
 
 @contextmanager
 def flags_seen(op: str) -> Iterator[list[bool]]:
-    """What `deterministic` is in each call that reaches the device's implementation of `op`."""
+    """The values of `deterministic` in the calls that reach the CPU implementation of `op`."""
     seen: list[bool] = []
     implementation = ops.OPERATORS[op].implementation
     place = schema_names(op).index("deterministic")
@@ -50,7 +48,7 @@ def flags_seen(op: str) -> Iterator[list[bool]]:
 
 
 def test_the_flag_is_last() -> None:
-    """As the switch assumes."""
+    """The implementation of the switch relies on it."""
     assert len(SWITCHED) == 3
     for op in SWITCHED:
         assert schema_names(op)[-1] == "deterministic"
@@ -84,7 +82,7 @@ def test_without_the_switch_the_flag_is_as_given(op: str) -> None:
 
 
 def leaves_of(args: Args, *names: str) -> list[Tensor]:
-    """These arguments in fp32, with gradients wanted; `args` holds them then."""
+    """Replaces these arguments in `args` by fp32 leaves that require gradients, and returns them."""
     args |= {name: args[name].float().requires_grad_() for name in names}
     return [args[name] for name in names]
 
@@ -144,7 +142,7 @@ def test_the_switch_in_the_warm_up(deterministic_algorithms: None) -> None:
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_second_derivatives_are_errors(op: str) -> None:
-    """Of a gradient penalty: the gradient does not depend on what arrives, and is one term of a loss among others."""
+    """A gradient penalty: the incoming gradient is a constant, and the gradient is one of several terms of a loss."""
     args, names = with_leaves(op)
     for name in names:
         (gradient,) = torch.autograd.grad(total(call(op, args)), args[name], create_graph=True)
@@ -168,7 +166,7 @@ def test_a_graph_of_gradients_changes_none(op: str) -> None:
 
 @pytest.mark.parametrize("op", sorted(set(DIFFERENTIABLE.values()) - {"indexer_loss", "indexer_dense_loss"}))
 def test_gradients_of_gradients_are_errors(op: str) -> None:
-    """Where an operator that computes gradients is called by itself."""
+    """Also when the operator that computes gradients is called directly."""
     args, _ = with_leaves(op)
     for result in call(op, args):
         if result.numel() > 0:
@@ -192,12 +190,12 @@ def test_forward_mode_is_an_error(op: str) -> None:
             call(op, args | {name: forward_ad.make_dual(args[name], tangent)})
         with error:
             torch.func.jvp(lambda x, name=name: call(op, args | {name: x}), (args[name],), (tangent,))
-    with forward_ad.dual_level():  # of other tensors alone
+    with forward_ad.dual_level():  # tangents of other tensors do not matter
         call(op, args)
 
 
 def test_forward_mode_of_the_public_function() -> None:
-    """It passes by the operator's autograd layer where no gradient is wanted."""
+    """It skips the operator's autograd layer when no gradient is required."""
     args = ORDINARY["sparse_mla_fwd"]()
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"^dsa::sparse_mla_fwd: forward-mode"):
         dsa_ext.sparse_mla(**args | {"q": forward_ad.make_dual(args["q"], torch.ones_like(args["q"]))})
@@ -230,7 +228,7 @@ def test_vmap_is_a_loop(op: str) -> None:
 
 
 def test_vmap_keeps_gradients() -> None:
-    """What is recorded around it; the public function, too, must not pass by autograd then."""
+    """Autograd around vmap records them; the public function must not skip the autograd layer then either."""
     args = ORDINARY["sparse_mla_fwd"]()
     several = torch.stack([args["q"], args["q"].flip(2)]).float().requires_grad_()
     others = {name: value for name, value in args.items() if name != "q"} | {"kv": args["kv"].float()}
@@ -243,7 +241,8 @@ def test_vmap_keeps_gradients() -> None:
 
 # ---- autocast
 
-#: What it casts; the rest is as without it.
+
+#: The arguments that autocast casts; all others are unchanged.
 CAST = {
     "sparse_mla_fwd": ("q", "kv"),
     "attn_dist": ("q", "kv"),
@@ -259,15 +258,6 @@ CAST = {
 }
 
 
-def autocast() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
 @all_operators
 def test_autocast_changes_nothing_within(op: str) -> None:
     args = ORDINARY[op]()
@@ -278,7 +268,7 @@ def test_autocast_changes_nothing_within(op: str) -> None:
 
 @pytest.mark.parametrize("op", CAST)
 def test_autocast_casts(op: str) -> None:
-    """Gradients come in the dtype that arguments had before."""
+    """Gradients have the dtype that the arguments had before the cast."""
     args, names = with_leaves(op)
     wide = args | {name: args[name].detach().float().requires_grad_(name in names) for name in CAST[op]}
     with autocast():
@@ -317,112 +307,3 @@ def test_autocast_in_a_compiled_graph() -> None:
             return dsa_ext.sparse_mla(**args)
 
     assert torch.equal(attend(wide), dsa_ext.sparse_mla(**args))
-
-
-# ---- modules
-
-all_modules = pytest.mark.parametrize("name", MODULES)
-
-
-@all_modules
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_modules_under_autocast(name: str, dtype: torch.dtype) -> None:
-    """Of a module in bf16, as it is trained on a GPU, and of one whose weights are fp32 beside bf16 activations."""
-    module = make_module(name)
-    expected = results_of(module)
-    if not isinstance(module, FP8Linear):
-        module.to(dtype)
-    with autocast():
-        got = results_of(module, dtype)
-    for a, b in zip(got, expected, strict=True):
-        assert (a.float() - b.float()).norm() <= 0.1 * b.float().norm()
-    if isinstance(module, FP8Linear):
-        return
-    total(got).backward()
-    for parameter_name, parameter in module.named_parameters():
-        if parameter.grad is None:
-            assert name == "SparseMLA, dense", parameter_name
-            assert parameter_name.startswith("indexer."), parameter_name
-        else:
-            assert parameter.grad.dtype == dtype, parameter_name
-            assert parameter.grad.isfinite().all(), parameter_name
-
-
-def test_a_cache_under_autocast() -> None:
-    module = BlockSparseAttention(48, 2, head_dim=64)
-    x = torch.randn(1, 128, 48)
-    with torch.no_grad(), autocast():
-        cache = module.make_cache(1, 128)
-        assert cache.tokens()[0].dtype == torch.bfloat16
-        first, second = (module(part, cache=cache) for part in x.chunk(2, 1))
-        torch.testing.assert_close(second, module(x)[:, 64:], rtol=0.1, atol=0.1)
-        assert first.shape == second.shape
-
-
-def on_meta(name: str) -> torch.nn.Module:
-    with torch.device("meta"):
-        return MODULES[name]()
-
-
-def poison(module: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.view(torch.uint8 if tensor.element_size() == 1 else tensor.dtype).fill_(127)
-
-
-@all_modules
-@pytest.mark.parametrize("assign", [False, True])
-def test_loading_after_a_meta_device(name: str, assign: bool) -> None:
-    expected, module = make_module(name), on_meta(name)
-    if not assign:
-        module.to_empty(device="cpu")
-        poison(module)
-    module.load_state_dict(expected.state_dict(), strict=True, assign=assign)
-    assert_same(results_of(module), results_of(expected))
-
-
-def test_what_checkpoints_hold() -> None:
-    """Constants are not saved: checkpoints of every version load strictly."""
-    plain, rotated = (LightningIndexer(48, 48, **INDEXER, hadamard=hadamard) for hadamard in (False, True))
-    assert plain.state_dict().keys() == rotated.state_dict().keys()
-    assert not [*rotated.buffers(), *make_module("SparseMLA, sparse").buffers()]
-
-
-@all_modules
-def test_parameters_are_reset_after_a_meta_device(name: str) -> None:
-    """By each module that holds some, in any order: what is not random is as in a new module, and the rest in range."""
-    if name == "FP8Linear":
-        pytest.skip("its weight is made of another layer's")
-    expected, another = make_module(name), MODULES[name]()
-    module = on_meta(name).to_empty(device="cpu")
-    for backwards in (False, True):
-        poison(module)
-        for part in list(module.modules())[:: -1 if backwards else 1]:
-            if [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
-                part.reset_parameters()
-        parameters = (made.parameters() for made in (module, expected, another))
-        for got, wanted, other in zip(*parameters, strict=True):
-            if torch.equal(wanted, other):
-                assert torch.equal(got, wanted)
-            else:
-                assert got.abs().max() <= 1.5 * wanted.abs().max()
-
-
-# ---- derivatives of what modules are made of
-
-
-@pytest.mark.parametrize("function", ["rope", "multiply_heads", "absorbed_queries"])
-def test_second_derivatives_of_parts(function: str) -> None:
-    """They have them, as the matmuls that they stand for."""
-    generator = torch.Generator().manual_seed(0)
-    x, of_keys, weights = (
-        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for shape in ((2, 3, 2, 6), (2, 4, 5), (2, 6, 3))
-    )
-    cos, sin = rope_tables(x, torch.arange(3), 100.0, 2)
-    if function == "rope":
-        torch.autograd.gradgradcheck(lambda x: apply_rope(x, torch.arange(3)), x)
-    elif function == "multiply_heads":
-        torch.autograd.gradgradcheck(multiply_heads, (x, weights))
-    else:
-        torch.autograd.gradgradcheck(lambda x, w: absorbed_queries(x, w, cos, sin), (x, of_keys))

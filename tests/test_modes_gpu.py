@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 all_operators = pytest.mark.parametrize("op", ops.OPERATORS)
-#: Enough work for what an operator splits, and for its workspace.
+#: Sizes at which operators split their work and use a workspace.
 SIZES: dict[str, Args] = {
     "sparse_mla_fwd": {"heads": 64, "seq": 6, "s_kv": 1500, "topk": 1000},
     "sparse_mla_bwd": {"heads": 64, "seq": 6, "s_kv": 1500, "topk": 1000},
@@ -53,7 +53,7 @@ def on(device: str, args: Args) -> Args:
 
 
 def two_calls(op: str) -> list[Args]:
-    """A call of some work, and one like it with other numbers."""
+    """A call with enough work, and the same call with other values."""
     args = on(DEVICE, ORDINARY[op](**SIZES.get(op, {})))
     first = next(name for name, value in args.items() if isinstance(value, Tensor))
     plain = args[first].view(torch.uint8) if args[first].element_size() == 1 else args[first]
@@ -68,7 +68,7 @@ def assert_same_bits(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> N
 
 @all_operators
 def test_two_streams(op: str, deterministic_algorithms: None) -> None:
-    """Calls at the same time, each with a workspace of its own."""
+    """Concurrent calls, each with a workspace of its own."""
     calls = two_calls(op)
     expected = [call(op, args) for args in calls]
     streams = [torch.cuda.Stream() for _ in calls]
@@ -76,7 +76,7 @@ def test_two_streams(op: str, deterministic_algorithms: None) -> None:
     results: list[list[tuple[Tensor, ...]]] = [[], []]
     for stream in streams:
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(10_000_000)  # so that all calls are queued when the first one runs
+            torch.cuda._sleep(10_000_000)  # so that all calls are queued before the first one runs
     for _ in range(20):
         for stream, args, several in zip(streams, calls, results, strict=True):
             with torch.cuda.stream(stream):
@@ -110,7 +110,7 @@ def test_graph_with_two_branches(op: str, deterministic_algorithms: None) -> Non
 
 
 def digests(device: str) -> dict[str, str]:
-    """Of every operator's results and gradients."""
+    """Digests of the results and gradients of every operator."""
     made = {}
     for op in ops.OPERATORS:
         results = call(op, on(device, ORDINARY[op]()))
@@ -123,7 +123,7 @@ def digests(device: str) -> dict[str, str]:
 
 
 def test_expandable_segments(deterministic_algorithms: None) -> None:
-    """The allocator maps memory in pieces: results are the same bits."""
+    """With expandable segments of the allocator, results are bitwise equal."""
     option = "expandable_segments:True"
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     environment = os.environ | dict.fromkeys(names, option)
@@ -136,7 +136,7 @@ def test_expandable_segments(deterministic_algorithms: None) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs, there are {torch.cuda.device_count()}")
 @all_operators
 def test_second_gpu(op: str, deterministic_algorithms: None) -> None:
-    """The operator runs where its arguments are, whatever GPU is the current one."""
+    """The operator runs on the device of its arguments, whichever GPU is the current one."""
     args = two_calls(op)[0]
     expected = call(op, on("cuda:0", args))
     with torch.cuda.device(0):
@@ -158,7 +158,7 @@ def test_second_gpu(op: str, deterministic_algorithms: None) -> None:
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_modules_under_autocast(name: str, dtype: torch.dtype) -> None:
-    """Of a module in bf16, and of one whose weights are fp32 beside bf16 activations; against fp32 on the CPU."""
+    """A module in bf16, and one with fp32 weights and bf16 activations, against fp32 on the CPU."""
     module = make_module(name)
     expected = results_of(module)
     module.to(DEVICE)
@@ -196,7 +196,7 @@ def test_autocast_in_a_compiled_graph() -> None:
 
 
 def test_the_dense_loss_is_repeatable(deterministic_algorithms: None) -> None:
-    """Its gradient of k is summed by an operator that it calls, of very many queries for few keys."""
+    """An operator that it calls sums the gradient of k, over very many queries for few keys."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""tests/soak.py and what it calls, on the CPU: calls are legal, a planted fault is found and found again by its seed, a
-hang ends the run, and calls are counted. tests/sanitize.py covers every operator."""
+"""tests/soak.py and its random calls, on the CPU: calls are legal, a planted error is found, and found again by its
+seed, a hang ends the run, and calls are counted. tests/sanitize.py covers every operator."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ from torch import Tensor
 from dsa_ext import ops, reference
 from dsa_ext.testing.random_calls import TARGETS, Draw, make_call
 
-#: An operator that is made of others has no checks of its own in the compiled library.
+#: A composition of other operators has no checks of its own in the compiled library.
 COMPOSED = ("indexer_dense_loss",)
 SEEDS = range(12)
 
@@ -29,7 +29,7 @@ def test_every_operator_is_a_target() -> None:
 
 @pytest.mark.parametrize("op", [op for op in ops.OPERATORS if op not in COMPOSED])
 def test_calls_are_legal(op: str) -> None:
-    """The compiled library objects to nothing but to the device."""
+    """The only error of the compiled library is that of the device."""
     for seed in SEEDS:
         call = make_call(op, seed, "cpu")
         with pytest.raises(RuntimeError, match="must be on a CUDA device, got cpu"):
@@ -45,7 +45,7 @@ def test_calls_are_right(target: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_seed_is_a_call() -> None:
-    """The same arguments each time, and others for another seed."""
+    """A seed always gives the same arguments; another seed gives others."""
     calls = [make_call("sparse_mla_bwd", seed, "cpu") for seed in (5, 5, 6)]
     texts = [call.describe() for call in calls]
     assert texts[0] == texts[1] != texts[2]
@@ -74,7 +74,7 @@ def test_views_hold_the_same_values(rows: Any) -> None:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, op: str, change: Callable[..., None]) -> None:
-    """Changes what the operator, but not what the judge takes of the reference: that computes in float64."""
+    """Changes the operator on the CPU, but not the reference in float64 that judges it."""
     right = getattr(reference, op)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 
 def test_planted_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One wrong element in calls of some shapes: they fail, others do not, and the printed seed makes one of them."""
+    """One element is wrong for some shapes: only these calls fail, and the printed seed reproduces one."""
 
     def change(results: tuple[Tensor, ...], q: Tensor, *_: Any) -> None:
         if q.numel() and q.shape[1] % 2:
@@ -118,7 +118,7 @@ def test_planted_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def test_results_that_do_not_repeat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A last bit that changes from call to call is within all tolerances, and is found."""
+    """A last bit that changes from call to call is within all tolerances, but is found."""
     calls = iter(range(10**6))
 
     def change(results: Tensor, fine: Tensor, *_: Any) -> None:
@@ -161,7 +161,7 @@ def test_errors_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_hang() -> None:
-    """Status 2, and the seed, long before what hangs would end."""
+    """Exit status 2 and the seed, long before the hanging call would end."""
     program = """if True:
         import sys, time
         sys.path.insert(0, "tests")

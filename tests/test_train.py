@@ -1,4 +1,4 @@
-"""examples/train.py, shorter than by default: losses fall, and the indexers learn what attention wants."""
+"""examples/train.py with fewer steps: losses fall, and the indexers learn to select what attention prefers."""
 
 import math
 import runpy

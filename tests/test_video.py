@@ -1,4 +1,4 @@
-"""examples/video.py, smaller than by default: tokens are boxes, the loss falls, picture and table are made."""
+"""examples/video.py with smaller sizes: tokens are boxes, the loss falls, picture and table are written."""
 
 import math
 import runpy

@@ -1,0 +1,221 @@
+"""The kernels of block_sparse_attn_bwd against the reference in float64 on the same GPU, and their other promises."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsa_ext
+from dsa_ext.reference.block_sparse import BLOCK, blocks, valid_keys
+from dsa_ext.testing import tolerances
+from dsa_ext.testing.block_inputs import BlockInputs, make_block_inputs
+
+pytestmark = pytest.mark.gpu
+
+FORWARD = torch.ops.dsa.block_sparse_attn_fwd.default
+OP = torch.ops.dsa.block_sparse_attn_bwd.default
+
+
+def make_gpu(**sizes: Any) -> BlockInputs:
+    return make_block_inputs(dtype=torch.bfloat16, device="cuda", **sizes)
+
+
+def upstream(x: BlockInputs, seed: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    dout = torch.randn(x.q.shape, generator=generator, device="cuda").bfloat16()
+    return dout, torch.randn(x.q.shape[:3], generator=generator, device="cuda")
+
+
+def check(x: BlockInputs, sm_scale: float | None = None, sizes: bool = True, with_lse: bool = True) -> list[Tensor]:
+    lists = x.lists() if sizes else (*x.lists()[:2], None)
+    dout, dlse = upstream(x)
+    dlse = dlse if with_lse else None
+    out, lse = FORWARD(x.q, x.k, x.v, *lists, sm_scale)
+    gradients = OP(dout, x.q, x.k, x.v, out, lse, *lists, sm_scale, dlse)
+    args = {**vars(x), "kv_block_size": lists[2], "dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    tolerances.check("block_sparse_attn_bwd", gradients, {**args, "sm_scale": sm_scale})
+    for gradient, tensor in zip(gradients, (x.q, x.k, x.v), strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert gradient.stride() == torch.empty_like(tensor).stride()
+    assert not gradients[0][lse == -torch.inf].any()
+    unseen = ~valid_keys(x.k, lists[2]).flatten()[: x.k.shape[2]]
+    assert not any(gradient[:, :, unseen].any() for gradient in gradients[1:])
+    again = OP(dout, x.q, x.k, x.v, out, lse, *lists, sm_scale, dlse)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
+    return list(gradients)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("sizes", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"n_q": 1, "n_kv": 1, "slots": 1},
+        {"n_q": 63, "n_kv": 65, "slots": 2, "batch": 3},
+        {"n_q": 64, "n_kv": 4000, "slots": 63, "heads": 12, "kv_heads": 12},
+        {"n_q": 64, "n_kv": 30000, "slots": 460, "heads": 1, "kv_heads": 1},
+        {"n_q": 700, "n_kv": 1000, "slots": 9, "heads": 3, "kv_heads": 1},
+        {"n_q": 5000, "n_kv": 5000, "slots": 40, "batch": 2},
+        {"n_q": 2048, "n_kv": 9000, "slots": 8, "heads": 12, "kv_heads": 3},
+        {"n_q": 6300, "n_kv": 300, "slots": 1, "heads": 8, "kv_heads": 1},
+    ],
+)
+def test_values(shape: dict[str, int], sizes: bool, dim: int) -> None:
+    check(make_gpu(**shape, dim=dim), sizes=sizes, with_lse=sizes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_rounds(seed: int) -> None:
+    """Shared-memory rings with few slots wrap around many times, with blocks of every size."""
+    check(make_gpu(n_q=12800, n_kv=3000, slots=7 + seed, heads=4, dim=128, seed=seed))
+
+
+@pytest.mark.parametrize("sm_scale", [0.3, -0.05, 0.0])
+def test_scale(sm_scale: float) -> None:
+    check(make_gpu(n_q=300, n_kv=1000, slots=8), sm_scale)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_nobody_sees_may_be_nan(dim: int) -> None:
+    x = make_gpu(n_q=300, n_kv=1000, slots=8, dim=dim)
+    expected = check(x)
+    seen = valid_keys(x.k, x.kv_block_size).flatten()[: x.k.shape[2]]
+    x.k[:, :, ~seen], x.v[:, :, ~seen] = torch.nan, torch.nan
+    assert all(torch.equal(a, b) for a, b in zip(check(x), expected, strict=True))
+
+
+def test_gradients_of_queries_that_see_nothing_have_no_effect() -> None:
+    x = make_gpu(n_q=300, n_kv=640, slots=3, heads=2, kv_heads=2, dim=128)
+    x.q2k_num[0, 0, 1] = 0
+    dout, dlse = upstream(x)
+    out, lse = FORWARD(x.q, x.k, x.v, *x.lists())
+    expected = OP(dout, x.q, x.k, x.v, out, lse, *x.lists(), None, dlse)
+    dout[0, 0, BLOCK : 2 * BLOCK], dlse[0, 0, BLOCK : 2 * BLOCK] = torch.nan, torch.nan
+    gradients = OP(dout, x.q, x.k, x.v, out, lse, *x.lists(), None, dlse)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert not gradients[0][0, 0, BLOCK : 2 * BLOCK].any()
+
+
+def test_a_nan_spreads_to_what_it_touches_only() -> None:
+    x = make_gpu(n_q=300, n_kv=640, slots=1, heads=2, kv_heads=2, dim=128)
+    x.q2k_index.copy_(torch.arange(5, device="cuda")[:, None])
+    x.q2k_num.fill_(1)
+    x.kv_block_size.fill_(BLOCK)
+    dout, _ = upstream(x)
+    dout[0, 1, 2 * BLOCK + 3, 5] = torch.nan
+    out, lse = FORWARD(x.q, x.k, x.v, *x.lists())
+    dq, dk, dv = OP(dout, x.q, x.k, x.v, out, lse, *x.lists())
+    assert dq[0, 1, 2 * BLOCK + 3].isnan().all()
+    assert dk[0, 1, 2 * BLOCK : 3 * BLOCK].isnan().all()
+    assert dv[0, 1, 2 * BLOCK : 3 * BLOCK, 5].isnan().all()
+    assert dq.isnan().sum() == 128
+    assert dk.isnan().sum() == BLOCK * 128
+    assert dv.isnan().sum() == BLOCK
+
+
+@pytest.mark.parametrize("empty", ["batch", "heads", "n_q", "n_kv"])
+def test_nothing(empty: str) -> None:
+    sizes = {"batch": 2, "heads": 4, "n_q": 100, "n_kv": 200, empty: 0}
+    x = make_gpu(**sizes, kv_heads=1 if empty == "heads" else 2)
+    dout, _ = upstream(x)
+    gradients = OP(dout, x.q, x.k, x.v, *FORWARD(x.q, x.k, x.v, *x.lists()), *x.lists())
+    for gradient, tensor in zip(gradients, (x.q, x.k, x.v), strict=True):
+        assert gradient.shape == tensor.shape
+        assert not gradient.any()
+
+
+def test_strided_inputs() -> None:
+    x = make_gpu(batch=2, n_q=300, n_kv=500, slots=6, dim=128)
+    expected = check(x)
+    x.q, x.k, x.v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.q, x.k, x.v))
+    assert all(torch.equal(a, b) for a, b in zip(check(x), expected, strict=True))
+    out, lse = FORWARD(x.q, x.k, x.v, *x.lists())
+    dout, dlse = upstream(x)
+    expected = OP(dout, x.q, x.k, x.v, out, lse, *x.lists(), None, dlse)
+    wide = torch.zeros(2, 4, 300, 131, device="cuda", dtype=torch.bfloat16)
+    wide[..., 2:130] = dout
+    wide_dlse = torch.zeros(2, 4, 300, 3, device="cuda")
+    wide_dlse[..., 1] = dlse
+    arguments = (wide[..., 2:130], x.q, x.k, x.v, out.contiguous(), lse, *x.lists(), None, wide_dlse[..., 1])
+    assert all(torch.equal(a, b) for a, b in zip(OP(*arguments), expected, strict=True))
+
+
+def test_far_apart() -> None:
+    """Keys of the last head start more than 2^31 elements after the first."""
+    heads, n_kv, dim = 9, 2**21, 128
+    x = make_gpu(heads=heads, kv_heads=heads, n_q=100, n_kv=64, dim=dim)
+    k = torch.empty(1, heads, n_kv, dim, device="cuda", dtype=torch.bfloat16)
+    v = torch.empty_like(k)
+    k[:, :, -64:], v[:, :, -64:] = x.k, x.v
+    index = torch.full((1, heads, 2, 1), blocks(n_kv) - 1, device="cuda", dtype=torch.int32)
+    number = torch.ones(1, heads, 2, device="cuda", dtype=torch.int32)
+    dout, _ = upstream(x)
+    out, lse = FORWARD(x.q, k, v, index, number)
+    far = OP(dout, x.q, k, v, out, lse, index, number)
+    near = OP(dout, x.q, x.k, x.v, out, lse, torch.zeros_like(index), number)
+    assert torch.equal(far[0], near[0])
+    assert not far[1][:, :, :-64].any()
+    assert all(torch.equal(a[:, :, -64:], b) for a, b in zip(far[1:], near[1:], strict=True))
+
+
+def test_graph_capture_at_first_call_and_side_stream() -> None:
+    x = make_gpu(n_q=1000, n_kv=4000, slots=20, dim=128)
+    dout, _ = upstream(x)
+    out, lse = FORWARD(x.q, x.k, x.v, *x.lists())
+    arguments = (dout, x.q, x.k, x.v, out, lse, *x.lists())
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = OP(*arguments)
+    expected = OP(*arguments)
+    for _ in range(2):
+        for gradient in captured:
+            gradient.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    with torch.cuda.stream(stream):
+        aside = OP(*arguments)
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(aside, expected, strict=True))
+
+
+def test_in_a_thread_of_its_own() -> None:
+    """A new thread has no CUDA context until a call sets one; autograd's thread is one too."""
+    x = make_gpu(n_q=300, dim=128)
+    dout, _ = upstream(x)
+    out, lse = FORWARD(x.q, x.k, x.v, *x.lists())
+    expected = OP(dout, x.q, x.k, x.v, out, lse, *x.lists())
+    for call, wanted in (
+        (lambda: FORWARD(x.q, x.k, x.v, *x.lists()), (out, lse)),
+        (lambda: OP(dout, x.q, x.k, x.v, out, lse, *x.lists()), expected),
+    ):
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(call).result()
+        assert all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True))
+
+
+def test_autograd_errors_and_compile() -> None:
+    x = make_gpu(dim=128, n_q=300)
+    leaves = x.leaves()
+    dout, dlse = upstream(x)
+    out, lse = dsa_ext.block_sparse_attn(*leaves, *x.lists(), return_lse=True)
+    gradients = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    arguments = (dout, *(t.detach() for t in (*leaves, out, lse)), *x.lists())
+    expected = OP(*arguments, None, dlse)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    compiled = torch.compile(lambda *args: dsa_ext.block_sparse_attn(*args), fullgraph=True, backend="aot_eager")
+    gradients = torch.autograd.grad(compiled(*leaves, *x.lists()), leaves, dout)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, OP(*arguments), strict=True))
+    # One element, expanded: the gradient that sum() sends back.
+    gradients = torch.autograd.grad(dsa_ext.block_sparse_attn(*leaves, *x.lists()).sum(), leaves)
+    expected = OP(torch.ones_like(dout), *arguments[1:])
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    with pytest.raises(RuntimeError, match="block_sparse_attn_bwd: lse"):
+        OP(*arguments[:5], arguments[5].double(), *arguments[6:])
+    with pytest.raises(RuntimeError, match="block_sparse_attn_bwd: dout"):
+        OP(dout.cpu(), *arguments[1:])
+    torch.library.opcheck(OP, arguments)

@@ -1,0 +1,35 @@
+"""FP8Linear without a GPU."""
+
+import copy
+
+import pytest
+import torch
+from fp8_inputs import random
+
+from dsa_ext.nn import FP8Linear
+from dsa_ext.testing.tolerances import similarity_error
+
+
+@pytest.mark.parametrize("round_scale", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(bias: bool, round_scale: bool) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(640, 200, bias=bias)
+    layer = FP8Linear(linear, round_scale=round_scale)
+    x = random(2, 3, 640)
+    out = layer(x.bfloat16())
+    assert (out.dtype, out.shape) == (torch.bfloat16, (2, 3, 200))
+    assert similarity_error(out, linear(x).detach()) <= 2e-3
+    other = FP8Linear(torch.nn.Linear(640, 200, bias=bias), round_scale=round_scale)
+    other.load_state_dict(layer.state_dict())
+    for same in (other, copy.deepcopy(layer), copy.deepcopy(layer).to("cpu")):
+        assert torch.equal(same(x.bfloat16()), out)
+
+
+def test_linear_has_no_gradients() -> None:
+    layer = FP8Linear(torch.nn.Linear(128, 128))
+    x = torch.zeros(3, 128, requires_grad=True)
+    with pytest.raises(ValueError, match=r"it has no gradients, call under torch.no_grad\(\)"):
+        layer(x)
+    with torch.no_grad():
+        assert not layer(x).requires_grad

@@ -1,0 +1,142 @@
+"""The kernel of indexer_loss against the reference in float64 on the same GPU, and its other promises."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsa_ext
+from dsa_ext import reference
+from dsa_ext.testing import tolerances
+
+pytestmark = pytest.mark.gpu
+
+OP = torch.ops.dsa.indexer_loss.default
+DEVICE = "cuda"
+
+
+def make_gpu(rows: int, slots: int, scale: float = 3.0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """scores, p, valid and row_weights, with -inf and zeros among them; the first row has no valid slot."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=DEVICE)
+
+    scores = torch.randn(rows, slots, generator=generator, device=DEVICE) * scale
+    scores[uniform(rows, slots) < 0.1] = -math.inf
+    p = uniform(rows, slots) ** 8 * 64
+    p[uniform(rows, slots) < 0.1] = 0
+    valid = uniform(rows, slots) < 0.8
+    valid[:1] = False
+    return scores, p, valid, uniform(rows)
+
+
+def check(scores: Tensor, p: Tensor, valid: Tensor | None = None, row_weights: Tensor | None = None) -> None:
+    loss, dscores = OP(scores, p, valid, row_weights)
+    args = {"scores": scores, "p": p, "valid": valid, "row_weights": row_weights}
+    tolerances.check("indexer_loss", (loss, dscores), args)
+
+
+@pytest.mark.parametrize("slots", [0, 1, 5, 255, 256, 257, 2048, 4099, 100003])
+@pytest.mark.parametrize("rows", [0, 1, 3, 300])
+def test_values_and_gradients(rows: int, slots: int) -> None:
+    scores, p, valid, weights = make_gpu(rows, slots)
+    check(scores, p)
+    check(scores, p, valid)
+    check(scores, p, valid, weights)
+    check(scores, p, row_weights=weights)
+
+
+def test_large_scores_and_small_teachers() -> None:
+    scores, p, valid, weights = make_gpu(50, 3000, scale=300)
+    check(scores, p, valid, weights)
+    check(scores, p * 1e-9, valid)
+    check(scores, p * 0, valid)
+
+
+def test_nan_stays_in_its_row() -> None:
+    scores, p, _, _ = make_gpu(9, 300)
+    expected = OP(scores, p)
+    scores[4, 7] = math.nan
+    p[5, 8] = math.nan
+    scores[5, 8] = 1.0
+    loss, dscores = OP(scores, p)
+    assert loss[4:6].isnan().all()
+    others = [row for row in range(9) if row not in (4, 5)]
+    assert torch.equal(loss[others], expected[0][others])
+    assert torch.equal(dscores[others], expected[1][others])
+    check(scores, p, ~(scores.isnan() | p.isnan()))
+
+
+def test_views() -> None:
+    scores, p, valid, weights = make_gpu(41, 1000)
+    check(scores[::2, 3:700], p[::2, 1:698], valid[1::2, 300:997][:21].repeat(2, 1)[:21], weights[::2])
+    check(scores[:1].expand(9, 1000), p[:9], valid[:1].expand(9, 1000), weights[:1].expand(9))
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    args = make_gpu(500, 2048)
+    first = OP(*args)
+    for _ in range(25):
+        assert all(torch.equal(a, b) for a, b in zip(OP(*args), first, strict=True))
+
+
+def test_gradient_of_the_mean() -> None:
+    scores, p, valid, weights = make_gpu(64, 500)
+    leaf = scores.view(4, 16, 500).requires_grad_()
+    args = {"valid": valid.view(4, 16, 500), "row_weights": weights.view(4, 16)}
+    loss = dsa_ext.indexer_loss(leaf, p.view(4, 16, 500), **args)
+    (got,) = torch.autograd.grad(loss, leaf)
+    rows, gradient = reference.indexer_loss(scores.double(), p.double(), valid, weights.double())
+    torch.testing.assert_close(loss.double(), rows.sum() / weights.sum(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.double().view(64, 500), gradient / weights.sum(), rtol=1e-5, atol=1e-8)
+
+
+def test_side_stream() -> None:
+    scores, p, _, _ = make_gpu(100, 1000)
+    expected, _ = OP(scores, p)
+    late = torch.zeros_like(scores)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(scores)
+        loss, _ = OP(late, p)
+    stream.synchronize()
+    assert torch.equal(loss, expected)
+
+
+GRAPH_SCRIPT = """
+import torch, dsa_ext
+scores, p = torch.randn(64, 2048, device="cuda"), torch.rand(64, 2048, device="cuda")
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    captured = torch.ops.dsa.indexer_loss(scores, p)
+scores.mul_(0.5)
+for _ in range(3):
+    graph.replay()
+assert all(torch.equal(a, b) for a, b in zip(captured, torch.ops.dsa.indexer_loss(scores, p)))
+print("captured")
+"""
+
+
+def test_cuda_graph_at_the_first_call() -> None:
+    done = subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], capture_output=True, text=True)
+    assert done.stdout.strip() == "captured", done.stderr
+
+
+def test_opcheck() -> None:
+    scores, p, valid, weights = make_gpu(5, 30)
+    torch.library.opcheck(OP, (scores.requires_grad_(), p, valid, weights))
+
+
+def test_errors_on_the_device() -> None:
+    scores, p, valid, _ = make_gpu(5, 30)
+    with pytest.raises(RuntimeError, match=r"dsa::indexer_loss: p must be on the device of scores, cuda:0, got cpu"):
+        OP(scores, p.cpu())
+    with pytest.raises(RuntimeError, match=r"dsa::indexer_loss: valid must be on the device of scores"):
+        OP(scores, p, valid.cpu())

@@ -1,0 +1,120 @@
+"""topk_select without a GPU: its reference against sorting in Python, and the operator."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from callers import assert_error, cpu, fake
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from indexer_cases import FP8, S_KV, S, arguments, check_a_mix_of_devices, errors_of, opcheck
+from indexer_small import int32
+from torch import Tensor
+
+from dsa_ext import reference
+from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, nasty_rows
+
+
+def oracle(row: list[float], start: int, end: int, topk: int) -> list[int]:
+    """The ids that topk_select must return, without padding."""
+    window = range(max(start, 0), min(end, len(row)))
+    selectable = [t for t in window if not math.isnan(row[t]) and row[t] != -math.inf]
+    return sorted(sorted(selectable, key=lambda t: (-row[t], t))[:topk])
+
+
+def assert_selected(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> None:
+    indices, values = reference.topk_select(logits, starts, ends, topk)
+    assert (indices.dtype, values.dtype) == (torch.int32, logits.dtype)
+    for r, row in enumerate(logits.double().tolist()):
+        expected = oracle(row, int(starts[r]), int(ends[r]), topk)
+        padding = topk - len(expected)
+        assert indices[r].tolist() == expected + [-1] * padding
+        picked = torch.cat([logits[r, expected], logits.new_full((padding,), -torch.inf)])
+        assert torch.equal(values[r], picked)
+        assert torch.equal(values[r].signbit(), picked.signbit()), "the value of -0.0 is -0.0"
+
+
+NAMES = list(nasty_rows(1))
+EDGES = st.sampled_from([INT32_MIN, INT32_MIN + 1, -1, 0, 1, INT32_MAX - 1, INT32_MAX])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), columns=st.integers(0, 80), topk=st.integers(1, 90), seed=st.integers(0, 99))
+def test_selection_matches_the_oracle(data: st.DataObject, columns: int, topk: int, seed: int) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    names = data.draw(st.lists(st.sampled_from(NAMES), max_size=4))
+    bounds = st.lists(EDGES | st.integers(-5, columns + 5), min_size=len(names), max_size=len(names))
+    rows = nasty_rows(columns, seed)
+    logits = torch.stack([rows[name] for name in names]).to(dtype) if names else torch.zeros(0, columns, dtype=dtype)
+    assert_selected(logits, int32(*data.draw(bounds)), int32(*data.draw(bounds)), topk)
+
+
+@pytest.mark.parametrize("topk", [1, 256, 2000, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_nasty_rows(topk: int, dtype: torch.dtype) -> None:
+    logits = torch.stack(list(nasty_rows(3000).values())).to(dtype)
+    rows = len(logits)
+    assert_selected(logits, torch.zeros(rows).int(), torch.full((rows,), 3000).int(), topk)
+    assert_selected(logits, torch.arange(rows).int(), 2990 + torch.arange(rows).int(), topk)
+
+
+def test_nasty_rows_are_what_they_claim() -> None:
+    rows = nasty_rows(1000)
+    assert all((row.shape, row.dtype) == ((1000,), torch.float32) for row in rows.values())
+    assert rows["all equal"].unique().numel() == 1
+    assert rows["one fp16 bucket"].half().unique().numel() == 1
+    assert rows["one fp16 bucket"].unique().numel() > 500
+    assert rows["last bit"].view(torch.int32).unique().diff().tolist() == [1, 1]
+    assert (rows["plateau of zeros"] == 0).sum() > 900
+    assert (rows["denormals"].abs() < torch.finfo(torch.float32).tiny).all()
+    assert rows["denormals"].unique().numel() > 900
+    assert rows["zeros of both signs"].signbit().unique().numel() == 2
+    assert 0 < rows["NaN"].isnan().sum() < 200
+    assert rows["infinities"].isposinf().any()
+    assert rows["infinities"].isneginf().any()
+    again, other = nasty_rows(1000), nasty_rows(1000, seed=1)
+    assert all(row.view(torch.int32).equal(again[name].view(torch.int32)) for name, row in rows.items())
+    assert not torch.equal(rows["normal"], other["normal"])
+
+
+def test_the_value_of_a_slot_is_the_entry_itself() -> None:
+    logits = torch.tensor([[-0.0, 0.0, -1.0, -0.0, torch.inf]])
+    indices, values = reference.topk_select(logits, int32(0), int32(5), 3)
+    assert indices.tolist() == [[0, 1, 4]]
+    assert values.signbit().tolist() == [[True, False, False]]
+
+
+@pytest.mark.parametrize("call", [cpu, fake])
+@errors_of("topk_select")
+def test_errors(call: Callable[..., Any], op: str, changes: dict[str, Any], text: str) -> None:
+    assert_error(partial(call, op), op, arguments(op, **changes), text)
+
+
+@pytest.mark.parametrize(("op", "first", "name"), [("topk_select", "logits", "starts")])
+def test_a_mix_of_devices(op: str, first: str, name: str) -> None:
+    check_a_mix_of_devices(op, first, name)
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("op", ["topk_select"])
+def test_opcheck(op: str, dtype: torch.dtype) -> None:
+    opcheck(op, dtype)
+
+
+def test_any_strides_on_the_cpu() -> None:
+    logits = torch.randn(S, S_KV)
+    args = arguments("topk_select")
+    args.pop("logits")
+    expected = cpu("topk_select", logits=logits, **args)
+    results = cpu("topk_select", logits=logits.T.contiguous().T, **args)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("op", ["topk_select"])
+def test_selections_have_no_gradient(op: str) -> None:
+    args = arguments(op)
+    args["logits"].requires_grad_()
+    assert not any(result.requires_grad for result in cpu(op, **args))

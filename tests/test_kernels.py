@@ -1,0 +1,197 @@
+"""What the compiler made of the kernels: its report, and the instructions in the library."""
+
+import functools
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from commands import needs_library, run, tool
+from conftest import ROOT
+
+from dsa_ext import _native
+
+REGISTERS_PER_SM = 65536
+
+
+class Kernels(NamedTuple):
+    """The kernels of one source file."""
+
+    main: str  # pattern of the main kernels' names
+    instances: int  # number of main kernels
+    threads: int  # largest number of threads of a CTA
+    instructions: tuple[str, ...]  # every main kernel contains them
+    others: tuple[str, ...] = ()  # the other kernels' names
+    spilled: int = 0  # largest number of bytes that a kernel may spill
+
+
+#: Tensor cores, TMA loads and stores, cp.async, mbarriers, setmaxnreg.
+MLA = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
+SOURCES = [
+    "sparse_mla_fwd/launch",
+    "sparse_mla_bwd/launch",
+    "attn_dist/launch",
+    "indexer_scores/launch",
+    "indexer_logits/launch_fp8",
+    "indexer_logits/launch_bf16",
+    "topk_select/launch",
+    "indexer_loss/launch",
+    "indexer_bwd/launch",
+    "block_select/launch",
+    "block_sparse_attn_fwd/launch",
+    "block_sparse_attn_bwd/launch",
+    "coarse_attn_fwd/launch",
+    "gated_fusion/launch",
+    "act_quant/launch",
+    "fp8_gemm/launch",
+    "mhc_pre_fwd/launch",
+    "mhc_pre_bwd/launch",
+    "mhc_post/launch",
+]
+
+
+def of_streams(*kernels: str) -> tuple[str, ...]:
+    """Names of the instances for 2 and for 4 streams."""
+    return tuple(f"{kernel}_kernelILi{streams}E" for kernel in kernels for streams in (2, 4))
+
+
+def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
+    fwd, bwd, listed, logits, select, gradients = (
+        getattr(host_functions, op)
+        for op in ("sparse_mla_fwd", "sparse_mla_bwd", "listed_keys", "indexer_logits", "topk_select", "indexer_bwd")
+    )
+    logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # heads x columns
+    select_shapes = 2 * (2 + 2)  # dtypes x CTAs that hold their part of a row or that filter it
+    listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
+    bwd_others = ("combine_kernel", "sink_kernel", "list_slots_kernel")
+    gradients_others = ("merge_lists_kernel", "list_ranges_kernel", "list_slots_kernel")
+    return {
+        "sparse_mla_fwd/launch": Kernels(
+            "sparse_mla_fwd_kernel", len(fwd.configs), fwd.threads, MLA, ("combine_kernel",)
+        ),
+        # Columns x gate dtypes; forward and backward.
+        "gated_fusion/launch": Kernels(
+            "gated_fusion_[fb]wd_kernel", 2 * 2 * 2, 256, ("LDG.E.128", "MUFU.EX2", "STG.E.128")
+        ),
+        # One kernel adds to sums, the other stores rows.
+        "sparse_mla_bwd/launch": Kernels(
+            "sparse_mla_bwd_kernel", 2 * len(bwd.configs), bwd.threads, (*MLA, "REDG"), bwd_others
+        ),
+        # Columns x heads; heads that fill the instance, or fewer.
+        "attn_dist/launch": Kernels("listed_keys_kernel.*Attention", 2 * 4 * 2, listed.threads(576, 64), listing),
+        "indexer_scores/launch": Kernels("listed_keys_kernel.*Indexer", 2 * 3 * 2, listed.threads(128, 64), listing),
+        "indexer_logits/launch_fp8": Kernels(
+            "indexer_logits_kernel.*e4m3", logits_shapes, logits.threads, ("QGMMA", *scoring)
+        ),
+        "indexer_logits/launch_bf16": Kernels(
+            "indexer_logits_kernel.*bfloat16",
+            logits_shapes,
+            logits.threads,
+            ("HGMMA", *scoring),
+        ),
+        "topk_select/launch": Kernels(
+            "topk_select_kernel", select_shapes, select.threads, ("UBLKCP", "ATOMS", "REDUX")
+        ),
+        "indexer_loss/launch": Kernels("indexer_loss_kernel", 1, 256, ("MUFU", "SHFL")),
+        # Dtypes x 1 to 32 warps per row.
+        "block_select/launch": Kernels("block_select_kernel", 2 * 6, 1024, ("FMNMX", "SHFL", "VOTE", "REDUX")),
+        # One instance per number of columns.
+        "block_sparse_attn_fwd/launch": Kernels(
+            "block_sparse_attn_fwd_kernel", 2, 512, ("HGMMA", *scoring), ("combine_kernelILi64", "combine_kernelILi128")
+        ),
+        "block_sparse_attn_bwd/launch": Kernels(
+            "(query|key)_gradients_kernel", 2 * 2, 384, ("HGMMA", *scoring), ("transpose_kernel",)
+        ),
+        # One instance per dtype.
+        "act_quant/launch": Kernels("act_quant_kernel", 2, 3 * 512, ("LDG.E.128", "F2FP.SATFINITE.E4M3", "SHFL")),
+        # One instance per number of rows.
+        "fp8_gemm/launch": Kernels("fp8_gemm_kernel", 4, 320, ("QGMMA", "UTMALDG", "LDGSTS", "STSM", "SYNCS")),
+        # Numbers of columns per CTA, for 2 and for 4 streams. phi fills the registers: a few words that are read once
+        # per tile are spilled.
+        "mhc_pre_fwd/launch": Kernels(
+            "mhc_pre_fwd_kernel", 3 + 4, 512, ("HMMA", "LDSM", "UTMALDG", "USETMAXREG", "UCGABAR_ARV"), spilled=32
+        ),
+        "mhc_pre_bwd/launch": Kernels(
+            "columns_kernel",
+            2,
+            640,
+            ("HMMA", "LDSM", "UTMALDG", "UTMASTG", "USETMAXREG"),
+            of_streams("gates", "reduce"),
+            spilled=8,
+        ),
+        "mhc_post/launch": Kernels(
+            "mhc_post_[fb]wd_kernel", 2 * 2, 2 * 256, ("LDG.E.128", "STG.E.128"), of_streams("mixing", "mixing_bwd")
+        ),
+        "coarse_attn_fwd/launch": Kernels("coarse_attn_fwd_kernel", 2, 512, ("HGMMA", *scoring)),
+        # Columns x heads; one kernel adds to sums, the other stores rows.
+        "indexer_bwd/launch": Kernels("indexer_bwd_kernel", 2 * 4 * 2, gradients.threads, MLA, gradients_others),
+    }[source]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_compiler_report(source: str, host_functions: ModuleType) -> None:
+    """ptxas: no unknown spills, no serialized wgmma, and few enough registers for a whole CTA."""
+    reports = [*(ROOT / "build/obj/csrc/ops").glob(f"*/{source}.o.ptxas")]
+    if not reports:
+        pytest.skip("the kernels were not compiled in this checkout")
+    text = reports[0].read_text()
+    assert "Potential Performance Loss" not in text
+    reported = re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers",
+        text,
+        flags=re.DOTALL,
+    )
+    # The pattern must not skip a kernel whose report looks different.
+    assert len(reported) == text.count("Compiling entry function")
+    kernels = kernels_of(source, host_functions)
+    names = [name for name, *_ in reported]
+    assert sum(bool(re.search(kernels.main, name)) for name in names) == kernels.instances
+    assert len(names) == kernels.instances + len(kernels.others)
+    for other in kernels.others:
+        assert sum(other in name for name in names) == 1
+    for name, *numbers in reported:
+        _, stores, loads, registers = map(int, numbers)
+        assert max(stores, loads) <= kernels.spilled, name
+        if re.search(kernels.main, name):
+            assert registers * kernels.threads <= REGISTERS_PER_SM, name
+
+
+@functools.cache
+def machine_code() -> list[str]:
+    """The disassembled kernels of the library: name and instructions of each."""
+    folders = [str(Path(tool(name)).parent) for name in ("cuobjdump", "nvdisasm")]
+    path = os.pathsep.join([*folders, os.environ["PATH"]])
+    disassembly = run(tool("cuobjdump"), "-sass", _native.library or "", PATH=path)
+    return disassembly.split("Function : ")[1:]
+
+
+@needs_library
+def test_kernels_contain_the_instructions_they_claim(host_functions: ModuleType) -> None:
+    for source in SOURCES:
+        kernels = kernels_of(source, host_functions)
+        found = [function for function in machine_code() if re.search(kernels.main, function.split("\n", 1)[0])]
+        assert len(found) == kernels.instances
+        for kernel in found:
+            for instruction in kernels.instructions:
+                assert re.search(rf"\b{instruction}\b", kernel), (kernel.split("\n", 1)[0], instruction)
+
+
+@needs_library
+def test_queries_stay_in_registers() -> None:
+    """The registers of the query fragments are not written in the loop over blocks; ptxas 13.0 may reuse them."""
+    name = re.compile("block_sparse_attn_fwd_kernel|coarse_attn_fwd_kernel|query_gradients_kernel")
+    kernels = [kernel for kernel in machine_code() if name.search(kernel.split("\n", 1)[0])]
+    assert len(kernels) == 3 * 2
+    for kernel in kernels:
+        lines = kernel.splitlines()
+        products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+        scores = [line for line in (lines[i] for i in products) if "HGMMA.64x64x16" in line and "tnspB" not in line]
+        firsts = [int(re.findall(r"R(\d+), gdesc", line)[0]) for line in scores]
+        queries = {first + i for first in firsts for i in range(4)}
+        assert len(queries) in (16, 32, 64)  # with dout, twice as many
+        for line in lines[products[0] : products[-1]]:
+            written = re.search(r"\*/\s+(?:@!?U?P\d+ )?(?!ST|HGMMA)[A-Z0-9_.]+ R(\d+)", line)
+            assert not written or int(written[1]) not in queries, line

@@ -1,0 +1,112 @@
+"""Modes of PyTorch in which modules may be used, on the CPU: autocast and meta devices; derivatives of their parts."""
+
+import pytest
+import torch
+from modes import INDEXER, MODULES, assert_same, autocast, make_module, results_of, total
+
+from dsa_ext.nn import BlockSparseAttention, FP8Linear, LightningIndexer, apply_rope
+from dsa_ext.nn.heads import absorbed_queries, multiply_heads
+from dsa_ext.nn.rotary import rope_tables
+
+all_modules = pytest.mark.parametrize("name", MODULES)
+
+
+@all_modules
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_modules_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """A module in bf16, as it is trained on a GPU, and one with fp32 weights."""
+    module = make_module(name)
+    expected = results_of(module)
+    if not isinstance(module, FP8Linear):
+        module.to(dtype)
+    with autocast():
+        got = results_of(module, dtype)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.float() - b.float()).norm() <= 0.1 * b.float().norm()
+    if isinstance(module, FP8Linear):
+        return
+    total(got).backward()
+    for parameter_name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            assert name == "SparseMLA, dense", parameter_name
+            assert parameter_name.startswith("indexer."), parameter_name
+        else:
+            assert parameter.grad.dtype == dtype, parameter_name
+            assert parameter.grad.isfinite().all(), parameter_name
+
+
+def test_a_cache_under_autocast() -> None:
+    module = BlockSparseAttention(48, 2, head_dim=64)
+    x = torch.randn(1, 128, 48)
+    with torch.no_grad(), autocast():
+        cache = module.make_cache(1, 128)
+        assert cache.tokens()[0].dtype == torch.bfloat16
+        first, second = (module(part, cache=cache) for part in x.chunk(2, 1))
+        torch.testing.assert_close(second, module(x)[:, 64:], rtol=0.1, atol=0.1)
+        assert first.shape == second.shape
+
+
+def on_meta(name: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return MODULES[name]()
+
+
+def poison(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.view(torch.uint8 if tensor.element_size() == 1 else tensor.dtype).fill_(127)
+
+
+@all_modules
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_after_a_meta_device(name: str, assign: bool) -> None:
+    expected, module = make_module(name), on_meta(name)
+    if not assign:
+        module.to_empty(device="cpu")
+        poison(module)
+    module.load_state_dict(expected.state_dict(), strict=True, assign=assign)
+    assert_same(results_of(module), results_of(expected))
+
+
+def test_what_checkpoints_hold() -> None:
+    """Constants are not saved, so that checkpoints of every version load with strict=True."""
+    plain, rotated = (LightningIndexer(48, 48, **INDEXER, hadamard=hadamard) for hadamard in (False, True))
+    assert plain.state_dict().keys() == rotated.state_dict().keys()
+    assert not [*rotated.buffers(), *make_module("SparseMLA, sparse").buffers()]
+
+
+@all_modules
+def test_parameters_are_reset_after_a_meta_device(name: str) -> None:
+    """Each module resets its own parameters, in any order: constants are as in a new module, random values in range."""
+    if name == "FP8Linear":
+        pytest.skip("its weight is made of another layer's")
+    expected, another = make_module(name), MODULES[name]()
+    module = on_meta(name).to_empty(device="cpu")
+    for backwards in (False, True):
+        poison(module)
+        for part in list(module.modules())[:: -1 if backwards else 1]:
+            if [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
+                part.reset_parameters()
+        parameters = (made.parameters() for made in (module, expected, another))
+        for got, wanted, other in zip(*parameters, strict=True):
+            if torch.equal(wanted, other):
+                assert torch.equal(got, wanted)
+            else:
+                assert got.abs().max() <= 1.5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("function", ["rope", "multiply_heads", "absorbed_queries"])
+def test_second_derivatives_of_parts(function: str) -> None:
+    """The parts of modules have second derivatives, as the matmuls that they replace."""
+    generator = torch.Generator().manual_seed(0)
+    x, of_keys, weights = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((2, 3, 2, 6), (2, 4, 5), (2, 6, 3))
+    )
+    cos, sin = rope_tables(x, torch.arange(3), 100.0, 2)
+    if function == "rope":
+        torch.autograd.gradgradcheck(lambda x: apply_rope(x, torch.arange(3)), x)
+    elif function == "multiply_heads":
+        torch.autograd.gradgradcheck(multiply_heads, (x, weights))
+    else:
+        torch.autograd.gradgradcheck(lambda x, w: absorbed_queries(x, w, cos, sin), (x, of_keys))
