@@ -28,17 +28,18 @@ __device__ __forceinline__ uint32_t remote_address(const void* place, int rank) 
   return address;
 }
 
-// Messages without a barrier, which would take longer than the message itself: an empty word holds kNothing, a NaN that
-// no arithmetic produces. The reader writes kNothing back before the sender can know that the word has been read.
-inline constexpr uint32_t kNothing = 0xffffffff;
+// Messages without a barrier, which would take longer than the message itself: an empty word holds kEmptyMessage, a NaN
+// that no arithmetic produces. The reader writes kEmptyMessage back before the sender can know that the word has been
+// read.
+inline constexpr uint32_t kEmptyMessage = 0xffffffff;
 
-__device__ __forceinline__ bool has_come(float word) { return __float_as_uint(word) != kNothing; }
+__device__ __forceinline__ bool has_arrived(float word) { return __float_as_uint(word) != kEmptyMessage; }
 
-// The message, or kNothing when it has not arrived yet.
+// The message, or kEmptyMessage when it has not arrived yet.
 __device__ __forceinline__ float read_message(const float* place) { return *static_cast<const volatile float*>(place); }
 
 __device__ __forceinline__ void clear_message(float* place) {
-  *static_cast<volatile float*>(place) = __uint_as_float(kNothing);
+  *static_cast<volatile float*>(place) = __uint_as_float(kEmptyMessage);
 }
 
 // st to distributed shared memory: `address` is in another CTA.

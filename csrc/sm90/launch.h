@@ -22,10 +22,10 @@ Function driver_function(const char* name) {
 // The number of CTAs of a launch and of each cluster.
 struct Grid {
   unsigned ctas, cluster = 1;
-  bool starts_early = false;  // programmatic dependent launch (PDL), see programmatic.cuh
+  bool programmatic = false;  // programmatic dependent launch (PDL), see programmatic.cuh
 
-  constexpr Grid(unsigned ctas, unsigned cluster = 1, bool starts_early = false)
-      : ctas(ctas), cluster(cluster), starts_early(starts_early) {}
+  constexpr Grid(unsigned ctas, unsigned cluster = 1, bool programmatic = false)
+      : ctas(ctas), cluster(cluster), programmatic(programmatic) {}
 };
 
 // Shared memory that a kernel may use without an attribute; a kernel that needs more must need the same at every
@@ -58,7 +58,7 @@ struct LaunchConfig {
       attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
       attribute.value.clusterDim = {grid.cluster, 1, 1};
     }
-    if (grid.starts_early) {
+    if (grid.programmatic) {
       auto& attribute = attributes[config.numAttrs++];
       attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
       attribute.value.programmaticStreamSerializationAllowed = 1;

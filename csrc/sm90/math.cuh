@@ -68,7 +68,7 @@ __device__ __forceinline__ float log_of_sum(float largest, float log_sum) {
 }
 
 // The share of a row's probability mass that an attention sink leaves to the keys: e^lse / (e^lse + e^sink).
-__device__ __forceinline__ float share_beside_sink(float lse, float sink) {
+__device__ __forceinline__ float share_after_sink(float lse, float sink) {
   return lse == -INFINITY ? 0.f : 1.f / (1.f + exp2_fast((sink - lse) * kLog2E));
 }
 

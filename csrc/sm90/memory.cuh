@@ -19,7 +19,7 @@ __device__ __forceinline__ void touch(const float* g) {
 }
 
 // ld.global that brings the surrounding 256 bytes into L2, where other warps will need them
-__device__ __forceinline__ float2 load_with_neighbours(const float* g) {
+__device__ __forceinline__ float2 load_and_prefetch_256(const float* g) {
   float2 r;
   asm volatile("ld.global.nc.L2::256B.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "l"(g));
   return r;

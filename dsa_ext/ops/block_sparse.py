@@ -49,7 +49,7 @@ def _check_sparse(a: Args) -> None:
     if a.kv_block_size is not None:
         check_tensor(a.op, "kv_block_size", a.kv_block_size, torch.int32, Mkv=blocks(a.k.shape[2]))
     if a.q2k_index.shape[3] < 1:
-        fail(a.op, f"q2k_index must have at least one slot a row, got {describe(a.q2k_index)}")
+        fail(a.op, f"q2k_index must have at least one slot per row, got {describe(a.q2k_index)}")
     check_same_device(a.op, "q", a.q, q2k_index=a.q2k_index, q2k_num=a.q2k_num, kv_block_size=a.kv_block_size)
 
 
@@ -68,7 +68,7 @@ def _check_sparse_bwd(a: Args) -> None:
 def _check_select(a: Args) -> None:
     check_tensor(a.op, "scores", a.scores, (torch.float32, torch.bfloat16), B=None, H=None, Mq=None, Mkv=None)
     if a.scores.shape[3] > _MAX_BLOCKS:
-        fail(a.op, f"scores must have at most {_MAX_BLOCKS} blocks a row, got {a.scores.shape[3]}")
+        fail(a.op, f"scores must have at most {_MAX_BLOCKS} blocks per row, got {a.scores.shape[3]}")
     if a.topk is not None and a.topk < 1:
         fail(a.op, f"topk must be at least 1, got {a.topk}")
     if not 0 < a.tau <= 1:

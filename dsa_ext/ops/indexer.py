@@ -64,10 +64,10 @@ def _check_bounded(a: Args, k_scale: Tensor | None = None) -> None:
         check_tensor(a.op, name, bound, torch.int32, S=a.q.shape[0])
     if a.q.dtype == torch.float8_e4m3fn:
         if k_scale is None:
-            fail(a.op, "k_scale must be float32 [S_kv] beside float8_e4m3fn, got None")
+            fail(a.op, "k_scale (float32 [S_kv]) is required when q is float8_e4m3fn, got None")
         check_tensor(a.op, "k_scale", k_scale, torch.float32, S_kv=a.k.shape[0])
     elif k_scale is not None:
-        fail(a.op, f"k_scale must be None beside {dtype_name(a.q.dtype)}, got {describe(k_scale)}")
+        fail(a.op, f"k_scale must be None when q is {dtype_name(a.q.dtype)}, got {describe(k_scale)}")
     _check_heads(a)
     check_same_device(a.op, "q", a.q, k=a.k, weights=a.weights, **bounds, k_scale=k_scale)
 

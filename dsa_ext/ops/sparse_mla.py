@@ -39,7 +39,7 @@ def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
         expected = f"a multiple of kv's groups, at most {_MAX_HEADS_PER_GROUP} a group"
         fail(a.op, f"q's heads must be {expected}, got {heads} heads and {groups} groups")
     if a.indices.shape[3] < 1:
-        fail(a.op, f"indices must have at least one slot a row, got {describe(a.indices)}")
+        fail(a.op, f"indices must have at least one slot per row, got {describe(a.indices)}")
     check_scale(a.op, a.sm_scale)
     check_q_start(a.op, a.q_start)
     if a.positions_per_key < 1:
@@ -72,8 +72,8 @@ def _check_dist(a: Args) -> None:
     check_tensor(a.op, "lse", a.lse, compute_dtype(a.q), B=batch, S=seq, H=heads)
     check_same_device(a.op, "q", a.q, lse=a.lse)
     if a.normalize and a.per_head_block:
-        reason = "since rows are to be divided by the sum of all blocks"
-        fail(a.op, f"normalize must be False beside per_head_block, {reason}")
+        reason = "rows are divided by the sum over all blocks"
+        fail(a.op, f"normalize must be False when per_head_block is True: {reason}")
 
 
 def _fake_bwd(a: Args) -> tuple[Tensor, ...]:

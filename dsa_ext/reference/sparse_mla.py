@@ -80,7 +80,7 @@ def query_chunks(q: Tensor, kv: Tensor, indices: Tensor, visible: Tensor) -> Ite
         )
 
 
-def share_beside_sink(lse: Tensor, attn_sink: Tensor | None) -> Tensor:
+def share_after_sink(lse: Tensor, attn_sink: Tensor | None) -> Tensor:
     """What the sink leaves of each row's probability mass: exp(lse) / (exp(lse) + exp(sink)); lse is [B, S, H]."""
     if attn_sink is None:
         return torch.ones_like(lse)
@@ -114,7 +114,7 @@ def sparse_mla_fwd(
         # By their own sum: where scores are large, lse does not resolve how many share the mass.
         p = scores.softmax(-1).masked_fill((chunk_lse == -torch.inf)[..., None], 0)
         lse[:, chunk.queries] = chunk_lse.flatten(2)
-        share = share_beside_sink(lse[:, chunk.queries], attn_sink)
+        share = share_after_sink(lse[:, chunk.queries], attn_sink)
         out[:, chunk.queries] = (p @ chunk.keys[..., :d_v]).flatten(2, 3) * share[..., None]
     return out, lse
 
@@ -149,7 +149,7 @@ def sparse_mla_bwd(
 
     dout = dout.to(dtype)
     delta = (dout * out.to(dtype)).sum(-1)
-    share = share_beside_sink(lse, attn_sink)
+    share = share_after_sink(lse, attn_sink)
     # dS = share * P * (dP - delta) + P * dlse, where P is free of the sink.
     delta_of_scores = share * delta - (0 if dlse is None else dlse)
     dout_beside_sink = share[..., None] * dout

@@ -35,7 +35,7 @@ void check_inputs(const char* op, const Inputs& inputs) {
   check_tensor(op, "q2k_index", q2k_index, ScalarType::Int, {{"B", batch}, {"H", heads}, {"Mq", q_blocks}, {"M"}});
   check_tensor(op, "q2k_num", q2k_num, ScalarType::Int, {{"B", batch}, {"H", heads}, {"Mq", q_blocks}});
   if (kv_block_size) check_tensor(op, "kv_block_size", *kv_block_size, ScalarType::Int, {{"Mkv", blocks(k.size(2))}});
-  DSA_CHECK(q2k_index.size(3) >= 1, op, ": q2k_index must have at least one slot a row, got ", describe(q2k_index));
+  DSA_CHECK(q2k_index.size(3) >= 1, op, ": q2k_index must have at least one slot per row, got ", describe(q2k_index));
   check_last_stride(op, "q2k_index", q2k_index);
   check_same_device(op, "q2k_index", q2k_index, "q", q);
   check_same_device(op, "q2k_num", q2k_num, "q", q);

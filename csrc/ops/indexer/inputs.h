@@ -10,7 +10,7 @@
 namespace dsa::indexer {
 
 struct Scoring {
-  Tensor q, k, weights, ks, ke;
+  Tensor q, k, weights, starts, ends;
   std::optional<Tensor> k_scale;
 };
 

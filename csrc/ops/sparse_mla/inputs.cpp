@@ -32,7 +32,7 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
   DSA_CHECK(groups >= 1 && heads % groups == 0 && heads / groups <= kMaxHeadsPerGroup, op,
             ": q's heads must be a multiple of kv's groups, at most 128 a group, got ", heads, " heads and ", groups,
             " groups");
-  DSA_CHECK(indices.size(3) >= 1, op, ": indices must have at least one slot a row, got ", describe(indices));
+  DSA_CHECK(indices.size(3) >= 1, op, ": indices must have at least one slot per row, got ", describe(indices));
   check_scale(op, options.sm_scale);
   DSA_CHECK(options.q_start >= 0 && options.q_start <= kMaxStart, op, ": q_start must be from 0 to 2^62, got ",
             options.q_start);

@@ -199,7 +199,7 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
         _add_probabilities(rounded, s.p, chunk.keys[..., :d_v])
         parts.put((slice(None), chunk.queries), of_chunk, lambda t: t.flatten(2, 3))
     if sink is not None:
-        share = sparse_mla.share_beside_sink(lse, sink)
+        share = sparse_mla.share_after_sink(lse, sink)
         apart = (lse - sink).nan_to_num(0, 0, 0)
         unsure = parts.lse_limit + FP32_RESOLUTION * apart.abs()
         least, most = (apart - unsure).sigmoid(), (apart + unsure).sigmoid()

@@ -96,7 +96,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     sink, dlse, scale, visible = args["attn_sink"], args["dlse"], _scale_of(args), visible_slots(args)
     dq, dkv, d_sink = reference.sparse_mla_bwd(**args)
 
-    share = sparse_mla.share_beside_sink(lse, sink)
+    share = sparse_mla.share_after_sink(lse, sink)
     share_noise = share * (1 - share) * FP32_RESOLUTION * (16 + 4 * lse.abs().nan_to_num(0, 0, 0))
     products, delta = (dout * out).abs().sum(-1), (dout * out).sum(-1)
     # fp32 rounds small shares to 0.

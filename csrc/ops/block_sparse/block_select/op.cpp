@@ -17,7 +17,7 @@ std::tuple<Tensor, Tensor> block_select(Tensor scores, std::optional<int64_t> to
                                         double min_ratio, double max_ratio) {
   check_tensor(kOp, "scores", scores, {ScalarType::Float, ScalarType::BFloat16}, {{"B"}, {"H"}, {"Mq"}, {"Mkv"}});
   const int64_t batch = scores.size(0), heads = scores.size(1), q_blocks = scores.size(2), blocks = scores.size(3);
-  DSA_CHECK(blocks <= kMaxBlocks, kOp, ": scores must have at most ", kMaxBlocks, " blocks a row, got ", blocks);
+  DSA_CHECK(blocks <= kMaxBlocks, kOp, ": scores must have at most ", kMaxBlocks, " blocks per row, got ", blocks);
   DSA_CHECK(!topk || *topk >= 1, kOp, ": topk must be at least 1, got ", *topk);
   DSA_CHECK(tau > 0 && tau <= 1, kOp, ": tau must be above 0 and at most 1, got ", tau);
   DSA_CHECK(min_blocks >= 0, kOp, ": min_blocks must be at least 0, got ", min_blocks);

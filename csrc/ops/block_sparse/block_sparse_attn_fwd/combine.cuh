@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   const int query = item.block * kBlock + row;
   const int first_team = team_of_unit(p.plan, cut_item * p.plan.units);
   const int parts = team_of_unit(p.plan, (cut_item + 1) * p.plan.units - 1) - first_team + 1;
-  sm90::wait_for_kernel_before();
+  sm90::wait_for_preceding_kernel();
   if (query >= p.seq_q || parts == 1) return;
 
   float top = -INFINITY, sum = 0.f, out[kOfLane] = {};

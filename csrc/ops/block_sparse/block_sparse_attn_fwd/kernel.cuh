@@ -175,7 +175,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
     ring.advance();
   };
   constexpr int kSlots = Stream<kColumns>::kSlots;
-  const auto release_behind = [&](int slots) { arrive(&shared.empty[(ring.slot + kSlots - slots) % kSlots]); };
+  const auto release_previous = [&](int slots) { arrive(&shared.empty[(ring.slot + kSlots - slots) % kSlots]); };
   const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
   wait_full();
   ring.advance();  // a piece always follows an end marker
@@ -188,10 +188,10 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
     warpgroup_fence_operand(r_q);
     ring.advance();
     if (thread == 0) tma_store_wait_read();
-    release_behind(2);  // the end marker, whose tile the last output has left
+    release_previous(2);  // the end marker, whose tile the last output has left
     // The slot of Q is released after a product has waited for the loads: ptxas may move an arrival ahead of loads that
     // are not complete.
-    const auto release_queries = [&] { release_behind(1); };
+    const auto release_queries = [&] { release_previous(1); };
 
     clear(r_out);
     Softmax softmax;
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&k_map);
     prefetch_tensor_map(&v_map);
-    let_next_kernel_start();
+    launch_dependents();
   }
   __syncthreads();
   // The workers of one CTA are far apart in the order of blocks, so that the rest at the end is spread over the GPU.

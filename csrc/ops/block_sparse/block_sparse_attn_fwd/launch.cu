@@ -20,7 +20,7 @@ const char* launch_columns(const Params& p, cudaStream_t stream) {
   const char* error = launch_kernel<block_sparse_attn_fwd_kernel<kColumns>>(
       p.device, unsigned(p.num_sms), kThreads, kBytes, stream, p, q_map, k_map, v_map, out_map);
   if (error == nullptr && has_parts(p.plan)) {
-    const Grid grid(unsigned(p.plan.cut * kBlock), 1, /*starts_early=*/true);
+    const Grid grid(unsigned(p.plan.cut * kBlock), 1, /*programmatic=*/true);
     error = launch_kernel<combine_kernel<kColumns>>(p.device, grid, kCombineThreads, 0, stream, p);
   }
   return error;

@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(kThreads)
   const auto column = [&](int i) { return (i * kWarpThreads + lane) * kElements; };
 
   const auto* g_x = static_cast<const Input*>(p.x) + row * p.row_stride + first_column;
-  sm90::let_next_kernel_start();
-  sm90::wait_for_kernel_before();
+  sm90::launch_dependents();
+  sm90::wait_for_preceding_kernel();
   Piece pieces[kPieces];
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {

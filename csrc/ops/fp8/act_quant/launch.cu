@@ -11,7 +11,7 @@ const char* launch_instance(const Params& p, void* stream) {
   const int64_t tiles_of_row = (p.columns - 1) / Shape<Input>::kColumns + 1,
                 ctas = ((p.rows - 1) / kRows + 1) * tiles_of_row;
   if (ctas > INT32_MAX) return "more than 2^31 CTAs";
-  return sm90::launch_kernel<act_quant_kernel<Input>>(p.device, sm90::Grid(unsigned(ctas), 1, /*starts_early=*/true),
+  return sm90::launch_kernel<act_quant_kernel<Input>>(p.device, sm90::Grid(unsigned(ctas), 1, /*programmatic=*/true),
                                                       kThreads, 0, static_cast<cudaStream_t>(stream), p,
                                                       cutlass::FastDivmod(static_cast<int>(tiles_of_row)));
 }

@@ -263,9 +263,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (uint64_t& barrier : shared.empty) barrier_init(&barrier, kWarpgroupThreads);
     fence_barrier_init();
   }
-  let_next_kernel_start();
+  launch_dependents();
   __syncthreads();
-  wait_for_kernel_before();
+  wait_for_preceding_kernel();
   const Work work(p, cut);
   if (threadIdx.x < kComputeThreads) {
     const int team = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);

@@ -55,7 +55,7 @@ const char* launch_rows(const Params& p, cudaStream_t stream) {
   };
   if (!encode(&a_map, p.a, p.rows, p.a_stride, kRows)) return "no tensor map for a";
   if (!encode(&b_map, p.b, p.width, p.b_stride, cut.width)) return "no tensor map for b";
-  const Grid grid(unsigned(cut.clusters * cut.splits), unsigned(cut.splits), /*starts_early=*/true);
+  const Grid grid(unsigned(cut.clusters * cut.splits), unsigned(cut.splits), /*programmatic=*/true);
   return launch_kernel<fp8_gemm_kernel<kRows>>(p.device, grid, kThreads, kBytes, stream, p, a_map, b_map, cut);
 }
 

@@ -10,7 +10,7 @@ namespace dsa::fp8_gemm {
 namespace {
 
 constexpr char kOp[] = "dsa::fp8_gemm";
-constexpr int64_t kWidthOfLibrary = 16;  // N must be a multiple of this for the library
+constexpr int64_t kLibraryWidthMultiple = 16;  // N must be a multiple of this for the library
 
 // All checks that need no device, so that they are tested without one.
 void check_inputs(const Tensor& a, const Tensor& a_s, const Tensor& b, const Tensor& b_s) {
@@ -49,7 +49,7 @@ Tensor fp8_gemm(Tensor a, Tensor a_s, Tensor b, Tensor b_s) {
   Tensor out = empty({rows, width}, ScalarType::BFloat16, call.index);
   if (out.numel() == 0) return out;
   if (a.size(1) == 0) return zero_(out);
-  if (rows > kMaxRows && width % kWidthOfLibrary == 0) return multiply_many_rows(a, a_s, b, b_s);
+  if (rows > kMaxRows && width % kLibraryWidthMultiple == 0) return multiply_many_rows(a, a_s, b, b_s);
   Params params{
       .a = static_cast<const char*>(a.data_ptr()),
       .b = b.data_ptr(),

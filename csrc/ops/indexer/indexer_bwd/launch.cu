@@ -11,7 +11,7 @@ namespace dsa::indexer_bwd {
 namespace {
 
 const char* launch_merge(const Params& p, int groups, cudaStream_t stream) {
-  if (p.ks != nullptr) {
+  if (p.starts != nullptr) {
     const int blocks = std::max(1, (p.capacity + kEntryThreads - 1) / kEntryThreads);
     return launch_kernel<list_ranges_kernel>(p.device, unsigned(groups * blocks), kEntryThreads, 0, stream, p, blocks);
   }

@@ -13,7 +13,7 @@ struct Bounds {
   int begin, end;
 
   __device__ __forceinline__ Bounds(const Params& p, int query)
-      : begin(max(0, p.ks[query * p.ks_stride])), end(min(p.seq_kv, p.ke[query * p.ke_stride])) {}
+      : begin(max(0, p.starts[query * p.starts_stride])), end(min(p.seq_kv, p.ends[query * p.ends_stride])) {}
 };
 
 // Visits a query's slots in order, by one warp. Calls visit(slot, key, is_key, is_first) in every lane: is_key if the

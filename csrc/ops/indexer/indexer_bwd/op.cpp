@@ -47,7 +47,7 @@ Params params_of(const Tensor& gradients, const Tensor& q, const Tensor& k, cons
 // `entries` is the maximum number of entries per group.
 Gradients gradients_of(const DeviceCall& call, Params& p, int64_t entries, bool deterministic) {
   DSA_CHECK(entries < int64_t{1} << 30, call.op, ": a group of ", queries_of_group(p.heads),
-            " queries must list less than 2^30 keys, got ", entries);
+            " queries must list fewer than 2^30 keys, got ", entries);
   const int64_t group_queries = queries_of_group(p.heads), groups = (p.seq + group_queries - 1) / group_queries;
   const int64_t capacity = (entries + kTileKeys - 1) / kTileKeys * kTileKeys;
   const int64_t entry_bytes = deterministic ? p.dim * 2 : sizeof(int) + 2 * group_queries;
@@ -98,24 +98,24 @@ Gradients indexer_scores_bwd(Tensor dscores, Tensor q, Tensor k, Tensor weights,
   return gradients_of(call, params, queries_of_group(params.heads) * indices.size(1), deterministic);
 }
 
-Gradients indexer_logits_bwd(Tensor dlogits, Tensor q, Tensor k, Tensor weights, Tensor ks, Tensor ke,
+Gradients indexer_logits_bwd(Tensor dlogits, Tensor q, Tensor k, Tensor weights, Tensor starts, Tensor ends,
                              bool deterministic) {
   constexpr char kOp[] = "dsa::indexer_logits_bwd";
   indexer::check_rows(kOp, q, k, weights);
   const int64_t seq = q.size(0);
-  check_tensor(kOp, "starts", ks, ScalarType::Int, {{"S", seq}});
-  check_tensor(kOp, "ends", ke, ScalarType::Int, {{"S", seq}});
-  check_same_device(kOp, "starts", ks, "q", q);
-  check_same_device(kOp, "ends", ke, "q", q);
+  check_tensor(kOp, "starts", starts, ScalarType::Int, {{"S", seq}});
+  check_tensor(kOp, "ends", ends, ScalarType::Int, {{"S", seq}});
+  check_same_device(kOp, "starts", starts, "q", q);
+  check_same_device(kOp, "ends", ends, "q", q);
   check_tensor(kOp, "dlogits", dlogits, ScalarType::Float, {{"S", seq}, {"S_kv", k.size(0)}});
   check_same_device(kOp, "dlogits", dlogits, "q", q);
   const DeviceCall call(kOp, "q", q);
   dlogits = with_dense_rows(dlogits);
   Params params = params_of(dlogits, q, k, weights, call);
-  params.ks = static_cast<const int*>(ks.data_ptr());
-  params.ke = static_cast<const int*>(ke.data_ptr());
-  params.ks_stride = ks.stride(0);
-  params.ke_stride = ke.stride(0);
+  params.starts = static_cast<const int*>(starts.data_ptr());
+  params.ends = static_cast<const int*>(ends.data_ptr());
+  params.starts_stride = starts.stride(0);
+  params.ends_stride = ends.stride(0);
   return gradients_of(call, params, k.size(0), deterministic);
 }
 

@@ -12,13 +12,13 @@ struct Params {
   const void* k;         // bf16 [seq_kv, dim]
   const float* weights;  // [seq, heads]
   const float* dscores;  // [seq, slots]
-  const int* indices;    // [seq, slots], or null with `ks`
-  const int* ks;         // [seq], null with `indices`: slot i is key i, visible from here on
-  const int* ke;         // like ks: keys from here on are not visible
+  const int* indices;    // [seq, slots], or null with `starts`
+  const int* starts;     // [seq], null with `indices`: slot i is key i, visible from here on
+  const int* ends;       // like starts: keys from here on are not visible
 
   // Strides in elements; rows of q, k, dscores and indices are dense.
   int64_t q_stride_s, q_stride_h, k_stride, weights_stride_s, weights_stride_h, dscores_stride, indices_stride;
-  int64_t ks_stride, ke_stride;
+  int64_t starts_stride, ends_stride;
 
   void* dq;             // bf16 [seq, heads, dim], contiguous
   key_sums::Params dk;  // [seq_kv, dim]; slots and rows are the entries of a launch

@@ -46,7 +46,7 @@ struct SharedStorage {
 
 // The first key of a query and the end of its keys; equal if it sees none.
 __device__ __forceinline__ int2 bounds_of(const Params& p, int query) {
-  const int begin = max(0, p.ks[query * p.ks_stride]), end = min(p.seq_kv, p.ke[query * p.ke_stride]);
+  const int begin = max(0, p.starts[query * p.starts_stride]), end = min(p.seq_kv, p.ends[query * p.ends_stride]);
   return {begin, max(begin, end)};
 }
 

@@ -6,14 +6,14 @@
 namespace dsa::indexer_logits {
 
 struct Params {
-  const void* q;                                                                   // [seq, heads, dim], e4m3 or bf16
-  const void* k;                                                                   // [seq_kv, dim], like q
-  const float* weights;                                                            // [seq, heads]
-  const int* ks;                                                                   // [seq]: first key of each query
-  const int* ke;                                                                   // [seq]: end of each query's keys
-  const float* k_scale;                                                            // [seq_kv], dense; null for bf16
-  float* logits;                                                                   // [seq, seq_kv]
-  int64_t q_stride_s, q_stride_h, k_stride, weights_stride, ks_stride, ke_stride;  // in elements
+  const void* q;         // [seq, heads, dim], e4m3 or bf16
+  const void* k;         // [seq_kv, dim], like q
+  const float* weights;  // [seq, heads]
+  const int* starts;     // [seq]: first key of each query
+  const int* ends;       // [seq]: end of each query's keys
+  const float* k_scale;  // [seq_kv], dense; null for bf16
+  float* logits;         // [seq, seq_kv]
+  int64_t q_stride_s, q_stride_h, k_stride, weights_stride, starts_stride, ends_stride;  // in elements
   int64_t logits_stride;
   int seq, seq_kv, heads, dim;
   bool clean;    // write -inf outside of the bounds

@@ -38,9 +38,9 @@ Tensor indexer_scores(Tensor q, Tensor k, Tensor weights, Tensor indices) {
   params.device = call.index;
   params.num_sms = call.num_sms;
   params.causal = false;
-  params.of_heads = static_cast<const float*>(weights.data_ptr());
-  params.of_heads_stride_s = weights.stride(0);
-  params.of_heads_stride_h = weights.stride(1);
+  params.head_factors = static_cast<const float*>(weights.data_ptr());
+  params.head_factors_stride_s = weights.stride(0);
+  params.head_factors_stride_h = weights.stride(1);
   params.sums = static_cast<float*>(scores.data_ptr());
   call.check(launch(params, call.stream()));
   return scores;

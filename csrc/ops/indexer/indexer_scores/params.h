@@ -5,7 +5,7 @@
 
 namespace dsa::indexer_scores {
 
-// `of_heads` are the weights. Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
+// `head_factors` are the weights. Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
 const char* launch(const listed_keys::Params& params, void* stream);
 
 }  // namespace dsa::indexer_scores

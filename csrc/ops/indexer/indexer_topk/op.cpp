@@ -32,13 +32,13 @@ std::tuple<Tensor, Tensor> indexer_topk(Tensor q, Tensor k, Tensor weights, Tens
     scores.clean = false;
     const topk_select::Params selection{
         .logits = scores.logits,
-        .starts = scores.ks,
-        .ends = scores.ke,
+        .starts = scores.starts,
+        .ends = scores.ends,
         .indices = static_cast<int*>(indices.data_ptr()) + first * topk,
         .values = static_cast<float*>(values.data_ptr()) + first * topk,
         .logits_stride = scores.logits_stride,
-        .starts_stride = scores.ks_stride,
-        .ends_stride = scores.ke_stride,
+        .starts_stride = scores.starts_stride,
+        .ends_stride = scores.ends_stride,
         .rows = static_cast<int>(count),
         .columns = static_cast<int>(seq_kv),
         .topk = static_cast<int>(topk),

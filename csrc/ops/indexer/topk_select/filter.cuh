@@ -102,11 +102,11 @@ struct Filter {
   // Keeps the entries from column `column` on that lie in the run; the others become NaN. Columns after the row's last
   // whole piece are read here one by one: nothing after the row is read.
   __device__ __forceinline__ void keep_inside(Piece& r, int column) const {
-    const bool is_behind = column >= run.pieces_end();
+    const bool is_after_pieces = column >= run.pieces_end();
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) {
       const bool inside = run.contains(column + i, 1);
-      if (inside && is_behind) r.values[i] = static_cast<float>(g_row[column + i]);
+      if (inside && is_after_pieces) r.values[i] = static_cast<float>(g_row[column + i]);
       if (!inside) r.values[i] = NAN;
     }
   }

@@ -41,7 +41,7 @@ __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 
 // Whether a sum has full precision.
-__device__ __forceinline__ bool is_usual(float sum) { return sum > 1e-30f && sum < 1e30f; }
+__device__ __forceinline__ bool is_accurate(float sum) { return sum > 1e-30f && sum < 1e30f; }
 
 // log2 of the sums of 2^row over the columns, or over the row. Sums whose terms are far from 1 are recomputed relative
 // to their largest term: by the whole warp if any lane has such a sum, but each token keeps its own result.
@@ -51,7 +51,7 @@ __device__ __forceinline__ void column_sums(const float (&row)[kStreams], float 
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
     const float sum = over_rows<kStreams>(exp2_fast(row[j]), plus);
-    usual &= is_usual(sum), of_columns[j] = log2_fast(sum);
+    usual &= is_accurate(sum), of_columns[j] = log2_fast(sum);
   }
   if (__all_sync(~0u, usual)) return;
 #pragma unroll
@@ -67,7 +67,7 @@ __device__ __forceinline__ float row_sum(const float (&row)[kStreams]) {
   float sum = 0.f;
 #pragma unroll
   for (float exponent : row) sum += exp2_fast(exponent);
-  const bool usual = is_usual(sum);
+  const bool usual = is_accurate(sum);
   const float logarithm = log2_fast(sum);
   if (__all_sync(~0u, usual)) return logarithm;
   float largest = row[0];
@@ -135,7 +135,7 @@ struct Row {
 
 template <int kStreams>
 __global__ void __launch_bounds__(kRowThreads) mixing_kernel(const __grid_constant__ Params p) {
-  let_next_kernel_start();
+  launch_dependents();
   Row<kStreams> row(p);
   normalize<kStreams>(row.logarithms, p.iterations, threadIdx.x, [](int, float) {});
   if (!row.exists) return;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kRowThreads) mixing_bwd_kernel(const __grid_co
   normalize<kStreams>(row.logarithms, p.iterations, lane,
                       [&](int step, float of_lane) { subtracted[step][lane] = of_lane; });
   __syncwarp();
-  wait_for_kernel_before();
+  wait_for_preceding_kernel();
   float gradient[kStreams];
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kMaxThreads, 3) mhc_post_fwd_kernel(const __gr
     y = g_y[piece];
   };
   load(threadIdx.x);
-  wait_for_kernel_before();
+  wait_for_preceding_kernel();
   const Weights<kStreams> weights(p, token);
   for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
     Piece out[kStreams];
@@ -238,7 +238,7 @@ template <int kStreams>
 __global__ void __launch_bounds__(kMaxThreads, 2) mhc_post_bwd_kernel(const __grid_constant__ Params p) {
   constexpr int kWeights = kStreams * kStreams, kSums = kWeights + kStreams;
   __shared__ float of_warps[kMaxThreads / kWarpThreads][kSums];
-  let_next_kernel_start();
+  launch_dependents();
   const int pieces = p.columns / kPieceColumns;
   const int64_t token = blockIdx.x;
   const auto* g_x = static_cast<const Piece*>(p.x) + token * kStreams * pieces;
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) mhc_post_bwd_kernel(const __gr
     y = g_y[piece];
   };
   load(threadIdx.x);
-  wait_for_kernel_before();
+  wait_for_preceding_kernel();
   const Weights<kStreams> weights(p, token);
   float products[kSums] = {};  // of dout_i with x_j, then with y
   for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {

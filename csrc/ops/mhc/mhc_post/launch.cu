@@ -20,14 +20,14 @@ const char* launch_both(const Params& p, cudaStream_t stream) {
   // The fewest threads that take the columns in the fewest rounds.
   const int warps = (p.columns / kPieceColumns - 1) / kWarpThreads + 1;
   const int turns = (warps - 1) / (kMaxThreads / kWarpThreads) + 1, threads = ((warps - 1) / turns + 1) * kWarpThreads;
-  return launch_kernel<kStream>(p.device, Grid(p.tokens, 1, /*starts_early=*/true), threads, 0, stream, p);
+  return launch_kernel<kStream>(p.device, Grid(p.tokens, 1, /*programmatic=*/true), threads, 0, stream, p);
 }
 
 template <int kStreams>
 const char* launch_bwd_streams(const Params& p, cudaStream_t stream) {
   const char* error = launch_both<kStreams, mhc_post_bwd_kernel<kStreams>>(p, stream);
   if (error != nullptr) return error;
-  const Grid grid(row_ctas<kStreams>(p), 1, /*starts_early=*/true);
+  const Grid grid(row_ctas<kStreams>(p), 1, /*programmatic=*/true);
   return launch_kernel<mixing_bwd_kernel<kStreams>>(p.device, grid, kRowThreads, 0, stream, p);
 }
 

@@ -62,7 +62,7 @@ template <int kStreams>
 __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_constant__ Params p) {
   constexpr int kMixed = Shape<kStreams>::kMixed, kPitch = Shape<kStreams>::kPitch;
   constexpr int kTokenWarps = kTokenThreads / kWarpThreads;
-  let_next_kernel_start();
+  launch_dependents();
   __shared__ float of_warps[kTokenWarps][kStreams];
   const int64_t token = blockIdx.x;
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, pieces = p.columns / kPieceColumns;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void copy_tiles(ColumnStorage<kStreams>& shared, cons
   };
   const int ahead = min(run.end_tile, run.first_tile + kStages);
   for (int tile = run.first_tile; tile < ahead; ++tile) copy_inputs(tile);
-  wait_for_kernel_before();
+  wait_for_preceding_kernel();
   for (int tile = run.first_tile; tile < ahead; ++tile) copy_gates(tile);
   for (int tile = run.first_tile; tile < run.end_tile; ++tile) {
     wait(&shared.done[slot_of(tile)], (tile - run.first_tile) / kStages % 2);
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
   using S = Shape<kStreams>;
   constexpr int kMixed = S::kMixed, kSteps = S::kSteps, kPitch = S::kPitch;
   extern __shared__ __align__(1024) char shared_bytes[];
-  let_next_kernel_start();
+  launch_dependents();
   auto& shared = *reinterpret_cast<ColumnStorage<kStreams>*>(shared_bytes);
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0), lane = threadIdx.x % kWarpThreads;
   const Run run(p);
@@ -344,7 +344,7 @@ __device__ __forceinline__ float sum_of_cta(float value) {
 template <int kStreams>
 __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_constant__ Params p) {
   constexpr int kMixed = Shape<kStreams>::kMixed, kRows = kMixed / kReduceParts;
-  wait_for_kernel_before();
+  wait_for_preceding_kernel();
   const int64_t columns = int64_t{kStreams} * p.columns;
   const int job = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x - kMixed - 3);
   if (job < 0) {

@@ -21,7 +21,7 @@ const char* launch_tokens(const Params& p, cudaStream_t stream) {
   if (!encode(&dx_map, p.dx, kStreams)) return "no tensor map for dx";
   constexpr int kBytes = sizeof(ColumnStorage<kStreams>);
   static_assert(ctas_per_sm(kStreams) * (kBytes + 1024) <= kMaxSharedBytes + 1024);
-  const Grid column_grid(p.columns / kColumns * p.runs, 1, /*starts_early=*/true);
+  const Grid column_grid(p.columns / kColumns * p.runs, 1, /*programmatic=*/true);
   const char* error =
       launch_kernel<gates_kernel<kStreams>>(p.device, unsigned(p.padded_tokens), kTokenThreads, 0, stream, p);
   if (error != nullptr) return error;
@@ -34,7 +34,7 @@ const char* launch_streams(const Params& p, cudaStream_t stream) {
   const char* error = p.tokens > 0 ? launch_tokens<kStreams>(p, stream) : nullptr;
   if (error != nullptr) return error;
   const unsigned reduce_ctas = (kStreams * p.columns - 1) / kReduceColumns + 1 + Shape<kStreams>::kMixed + 3;
-  const Grid reduce_grid(reduce_ctas, 1, /*starts_early=*/true);
+  const Grid reduce_grid(reduce_ctas, 1, /*programmatic=*/true);
   return launch_kernel<reduce_kernel<kStreams>>(p.device, reduce_grid, kReduceThreads, 0, stream, p);
 }
 

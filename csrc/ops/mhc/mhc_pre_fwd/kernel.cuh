@@ -3,10 +3,10 @@
 // Warp specialization. Who does what, for a tile of 16 tokens:
 //
 //   role      warps  registers  does                                          waits on            signals
-//   multiply  0-7    216        products with phi and squares of x            full                phi_is_here (once)
+//   multiply  0-7    216        products with phi and squares of x            full                phi_loaded (once)
 //                               sums of all 8 warps, sent as messages         named barrier       sums
 //   weigh     8-11   48         h_in = sum of h_pre x, this CTA's columns     h_pre, full         empty
-//   copy      12     32         loads x (TMA, one thread)                     empty, phi_is_here  full
+//   copy      12     32         loads x (TMA, one thread)                     empty, phi_loaded  full
 //   gates     13-15  32         adds up all CTAs' sums; gates; h_pre is sent  sums                h_pre
 //
 // A cluster of CTAs splits the columns: each has a run of them, of every stream, so that it can compute its part of
@@ -64,7 +64,7 @@ struct SharedStorage {
   // Messages: each CTA's sums of this CTA's tokens, and h_pre of all tokens from their owners.
   float sums[kStages][kTokens][S::kPitch];
   alignas(16) float h_pre[kStages][kTokens][S::kStreams];
-  uint64_t full[kStages][kChunks], empty[kStages][kChunks], phi_is_here;
+  uint64_t full[kStages][kChunks], empty[kStages][kChunks], phi_loaded;
 };
 
 // The tiles of a cluster, and the columns of this CTA.
@@ -112,7 +112,7 @@ __device__ __forceinline__ void load_weights(Weights<S> (&weights)[kChunks][S::k
     for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
       for (int step = 0; step < S::kSteps; ++step)
-        pairs[chunk][step][i] = load_with_neighbours(g_row + place(chunk, step));
+        pairs[chunk][step][i] = load_and_prefetch_256(g_row + place(chunk, step));
     }
   }
   if (p.gamma != nullptr) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void load_weights(Weights<S> (&weights)[kChunks][S::k
     for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
       for (int step = 0; step < S::kSteps; ++step) {
-        const float2 gamma = load_with_neighbours(p.gamma + column + place(chunk, step));
+        const float2 gamma = load_and_prefetch_256(p.gamma + column + place(chunk, step));
 #pragma unroll
         for (float2& pair : pairs[chunk][step]) pair.x *= gamma.x, pair.y *= gamma.y;
       }
@@ -157,7 +157,7 @@ template <class S, int kChunks>
 __device__ __forceinline__ void copy(SharedStorage<S, kChunks>& shared, const CUtensorMap& x_map, const Work& work) {
   Ring<kStages> ring;
   for (int i = 0; i < work.tiles; ++i) {
-    if (i == 1) wait(&shared.phi_is_here, 0);
+    if (i == 1) wait(&shared.phi_loaded, 0);
     for (int chunk = 0; chunk < work.chunks; ++chunk) {
       uint64_t* full = &shared.full[ring.slot][chunk];
       wait(&shared.empty[ring.slot][chunk], ring.parity ^ 1);
@@ -222,7 +222,7 @@ __device__ __forceinline__ void make_gates(SharedStorage<S, kChunks>& shared, co
 #pragma unroll 4
         for (int from = 0; from < work.ctas; ++from) {
           const float part = read_message(first + from * S::kPitch);
-          sum += part, complete &= has_come(part);
+          sum += part, complete &= has_arrived(part);
         }
       } while (__any_sync(~0u, !complete));
       // Clear the messages before the gates are sent: h_pre tells the senders that their sums were read.
@@ -299,7 +299,7 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage<S, kChunks>& shared
   constexpr int kOwn = kTokens / kMultiplyWarps;
   Weights<S> weights[kChunks][S::kSteps];
   load_weights(weights, p, work, warp, lane);
-  if (lane == 0) arrive(&shared.phi_is_here);
+  if (lane == 0) arrive(&shared.phi_loaded);
   uint32_t places[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) places[i] = place_of_sums(shared, work, warp + i * kMultiplyWarps, lane);
@@ -328,7 +328,7 @@ __device__ __forceinline__ float receive(float* words, int count, int lane) {
   float word;
   do {
     word = read_message(place);
-  } while (__any_sync(~0u, !has_come(word)));
+  } while (__any_sync(~0u, !has_arrived(word)));
   clear_message(place);
   return word;
 }
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kStages * kChunks; ++i) {
       barrier_init(&shared.full[0][0] + i, 1), barrier_init(&shared.empty[0][0] + i, kWeighWarps);
     }
-    barrier_init(&shared.phi_is_here, kMultiplyWarps);
+    barrier_init(&shared.phi_loaded, kMultiplyWarps);
     fence_barrier_init();
   }
   for (int i = threadIdx.x; i < kStages * kTokens * S::kPitch; i += kThreads) {

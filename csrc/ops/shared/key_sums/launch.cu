@@ -129,7 +129,7 @@ __device__ __forceinline__ bool is_cut(unsigned begin, unsigned end) { return en
 // One thread per 8 columns of a key that is not cut: adds up the rows of a launch in the order of their slots.
 __global__ void __launch_bounds__(kThreads)
     sum_rows_kernel(const __grid_constant__ Params p, bool is_first, bool is_last) {
-  sm90::let_next_kernel_start();
+  sm90::launch_dependents();
   const int64_t key = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (key >= p.keys) return;
   const unsigned begin = p.key_starts[key], end = p.key_starts[key + 1];
@@ -154,7 +154,7 @@ struct Parts {
 // dependent launch (PDL): starts when the last blocks of sum_rows_kernel run.
 __global__ void __launch_bounds__(kThreads)
     sum_parts_kernel(const __grid_constant__ Params p, unsigned slots, bool is_first, bool is_last) {
-  sm90::wait_for_kernel_before();
+  sm90::wait_for_preceding_kernel();
   const unsigned place = blockIdx.x * blockDim.y + threadIdx.y;
   const unsigned segment_begin = place / 2 * kSegment, segment_end = min(segment_begin + kSegment, slots);
   if (segment_begin >= slots) return;

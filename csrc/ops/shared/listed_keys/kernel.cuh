@@ -213,15 +213,16 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
     if (item.tiles == 0) continue;
     const uint32_t q_parity = item_count % 2;
     const int first_tile = (warpgroup - tiles_before) & 1;
-    float of_heads[kColumns];
+    float head_factors[kColumns];
     const int group_heads = p.heads / p.groups;
     const auto head = [&](int c) { return c / 2 * 8 + lane % 4 * 2 + c % 2; };
-    const float* g_of_heads = p.of_heads + item.b * p.of_heads_stride_b + item.s * p.of_heads_stride_s;
+    const float* g_of_heads = p.head_factors + item.b * p.head_factors_stride_b + item.s * p.head_factors_stride_s;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      of_heads[c] = head(c) < group_heads
-                        ? function.of_head(g_of_heads[(item.group * group_heads + head(c)) * p.of_heads_stride_h])
-                        : Function::kNoHead;
+      head_factors[c] =
+          head(c) < group_heads
+              ? function.of_head(g_of_heads[(item.group * group_heads + head(c)) * p.head_factors_stride_h])
+              : Function::kNoHead;
     }
     float row_sum = 0.f;
     for (int tile = first_tile; tile < item.tiles; tile += kScoreWarpgroups) {
@@ -267,7 +268,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
         const int first_head = i / 4 * 8, c = i / 4 * 2 + i % 2;
         if (Function::kPartial && i % 4 == 0 && first_head >= group_heads) break;
         float& sum = sums[first_head / kBlockHeads][i / 2 % 2];
-        const float with_head = function.add(sum, r_s(i), of_heads[c]);
+        const float with_head = function.add(sum, r_s(i), head_factors[c]);
         // A missing head has Q = 0, and 0 times a key that is not finite is NaN.
         sum = !Function::kPartial || head(c) < group_heads ? with_head : sum;
       }

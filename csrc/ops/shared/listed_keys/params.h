@@ -30,8 +30,8 @@ struct Problem {
 
 // For kernels that compute one number per listed key, a sum over heads.
 struct Params : Problem {
-  const float* of_heads;  // [batch, seq_q, heads]: one number per head, lse or weights
-  int64_t of_heads_stride_b, of_heads_stride_s, of_heads_stride_h;
+  const float* head_factors;  // [batch, seq_q, heads]: one number per head, lse or weights
+  int64_t head_factors_stride_b, head_factors_stride_s, head_factors_stride_h;
   float* sums;  // [batch, seq_q, groups, topk], contiguous; with per_head_block one such tensor per head block
   bool normalize = false, per_head_block = false;
 };

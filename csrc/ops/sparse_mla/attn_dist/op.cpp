@@ -25,7 +25,7 @@ Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<
   check_tensor(kOp, "lse", lse, ScalarType::Float, {{"B", batch}, {"S", seq_q}, {"H", heads}});
   check_same_device(kOp, "lse", lse, "q", q);
   DSA_CHECK(!(normalize && per_head_block), kOp,
-            ": normalize must be False beside per_head_block, since rows are to be divided by the sum of all blocks");
+            ": normalize must be False when per_head_block is True: rows are divided by the sum over all blocks");
   const DeviceCall call(kOp, "q", q);
 
   Tensor dist = per_head_block ? empty({(heads / groups + kBlockHeads - 1) / kBlockHeads, batch, seq_q, groups, topk},

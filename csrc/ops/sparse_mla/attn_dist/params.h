@@ -5,7 +5,7 @@
 
 namespace dsa::attn_dist {
 
-// `of_heads` is lse. Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
+// `head_factors` is lse. Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
 const char* launch(const listed_keys::Params& params, void* stream);
 
 }  // namespace dsa::attn_dist

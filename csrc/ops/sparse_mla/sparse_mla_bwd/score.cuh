@@ -49,7 +49,7 @@ struct RowFactors {
     base = base_of_lse(lse);
     share = p.attn_sink == nullptr
                 ? 1.f
-                : share_beside_sink(lse, p.attn_sink[(item.first_head(p) + head) * p.attn_sink_stride]);
+                : share_after_sink(lse, p.attn_sink[(item.first_head(p) + head) * p.attn_sink_stride]);
     offset = p.dlse != nullptr ? p.dlse[row] * p.sm_scale : 0.f;
   }
   __device__ __forceinline__ void subtract_output_dot(const Params& p, const Item& item, int head, float dot,
@@ -97,10 +97,10 @@ __device__ __forceinline__ void load_inputs(SharedStorage<kC>& shared, const CUt
 // through the keys together, and the keys and sums in use stay in L2. Only performance depends on it, so the wait has a
 // time limit.
 __device__ __forceinline__ void wait_for_earlier_waves(const Params& p) {
-  constexpr int kPatience = 1 << 20;  // clocks
+  constexpr int kMaxWaitClocks = 1 << 20;  // clocks
   const int enough = static_cast<int>(blockIdx.x) / p.num_sms * p.num_sms - 1;
   const int64_t start = clock64();
-  while (*static_cast<const volatile int*>(p.finished) < enough && clock64() - start < kPatience) __nanosleep(100);
+  while (*static_cast<const volatile int*>(p.finished) < enough && clock64() - start < kMaxWaitClocks) __nanosleep(100);
 }
 
 template <Config kC, bool kDeterministic>
