@@ -3,17 +3,17 @@
 The library uses the LibTorch stable ABI and no Python symbols, so one file serves every torch >= 2.11 and
 CPython >= 3.10, and it can be compiled with a CPU build of torch on a machine without a GPU.
 
-Environment: DSA_EXT_CUDA = auto | 1 | 0, CUDA_HOME, CUTLASS_INCLUDE_DIR, MAX_JOBS.
+Environment: DSA_EXT_CUDA = auto | 1 | 0, CUDA_HOME, CUTLASS_INCLUDE_DIR, MAX_JOBS; DSA_EXT_LOCAL_VERSION is appended to
+the version (0.1.0+cu128).
 """
 
 import copy
-import importlib.util
 import os
-import re
 import shutil
-import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ from setuptools import setup
 
 # An isolated build sees only its own packages: let it find the torch that is installed instead of fetching a second.
 sys.path.append(sysconfig.get_path("purelib"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
 import torch
+from find_cuda import ROOT, find_cuda_home, find_cutlass, nvcc_version
 from torch.utils import cpp_extension
 
-ROOT = Path(__file__).resolve().parent
 MIN_NVCC = (12, 8)
+GIGABYTES_PER_JOB = 3  # 1.9 measured
+SECONDS_PER_REPORT = 15
 
 CXX_FLAGS = ["-O3", "-std=c++20", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
 CXX_FLAGS += ["-fvisibility=hidden", "-fvisibility-inlines-hidden"]
@@ -48,34 +51,26 @@ LINK_FLAGS = ["-ltorch_cpu", "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
 LINK_FLAGS += ["-lcudart_static", "-lpthread", "-ldl", "-lrt", "-Wl,--exclude-libs,ALL", "-s"]
 
 
-def find_cuda_home() -> Path | None:
-    """The first CUDA toolkit with both the compiler and the headers; `nvcc` on PATH may be a mere wrapper script."""
-    nvcc = shutil.which("nvcc")
-    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    candidates += [str(Path(nvcc).resolve().parent.parent) if nvcc else None, "/usr/local/cuda"]
-    for home in (Path(c) for c in candidates if c):
-        if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
-            return home
-    return None
+def parallel_jobs() -> int:
+    """As many as there are processors, and as memory allows: a compiler takes at most GIGABYTES_PER_JOB."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory / GIGABYTES_PER_JOB)))
 
 
-def find_cutlass() -> Path | None:
-    """The CUTLASS headers: CUTLASS_INCLUDE_DIR, third_party/cutlass, or the package nvidia-cutlass."""
-    candidates = [ROOT / "third_party/cutlass/include"]
-    if "CUTLASS_INCLUDE_DIR" in os.environ:
-        candidates.insert(0, Path(os.environ["CUTLASS_INCLUDE_DIR"]))
-    package = importlib.util.find_spec("cutlass_library")
-    if package is not None and package.submodule_search_locations:
-        candidates.append(Path(package.submodule_search_locations[0]) / "source/include")
-    return next((path for path in candidates if (path / "cute/tensor.hpp").is_file()), None)
+def lasting_path(headers: Path) -> Path:
+    """The headers, copied into build/ when they are in the temporary environment of an isolated build.
 
-
-def nvcc_version(cuda_home: Path) -> str:
-    text = subprocess.check_output([cuda_home / "bin/nvcc", "--version"], text=True)
-    match = re.search(r"release (\d+\.\d+)", text)
-    if match is None:
-        raise RuntimeError(f"dsa_ext: cannot read the version of {cuda_home / 'bin/nvcc'} from {text!r}")
-    return match.group(1)
+    A path that differs from build to build would make ninja compile everything again.
+    """
+    installed = Path(sysconfig.get_path("purelib")) in headers.parents
+    if installed or ROOT in headers.parents or "CUTLASS_INCLUDE_DIR" in os.environ:
+        return headers
+    copied = ROOT / "build/cutlass"
+    if not copied.is_dir():
+        unfinished = copied.with_name(f"cutlass.{os.getpid()}")
+        shutil.copytree(headers, unfinished)
+        unfinished.rename(copied)
+    return copied
 
 
 def kernel_extension(cuda_home: Path, cutlass: Path) -> Any:
@@ -88,14 +83,14 @@ def kernel_extension(cuda_home: Path, cutlass: Path) -> Any:
     torch.version.cuda = version
     os.environ["DSA_EXT_NVCC"] = os.environ.get("PYTORCH_NVCC", str(cuda_home / "bin/nvcc"))
     os.environ["PYTORCH_NVCC"] = f"sh {ROOT / 'tools/nvcc_with_report.sh'}"
-    os.environ.setdefault("MAX_JOBS", "2")
+    os.environ.setdefault("MAX_JOBS", str(parallel_jobs()))
 
     sources = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".cu"))
     include = cuda_home / "include"
     return cpp_extension.CppExtension(
         "dsa_ext._C",
         sources,
-        include_dirs=[str(p) for p in (ROOT / "csrc", cutlass, include, include / "cccl")],
+        include_dirs=[str(p) for p in (ROOT / "csrc", lasting_path(cutlass), include, include / "cccl")],
         library_dirs=[str(cuda_home / lib) for lib in ("lib64", "lib") if (cuda_home / lib).is_dir()],
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
         extra_link_args=LINK_FLAGS,
@@ -121,6 +116,28 @@ def extensions() -> list[Any]:
     return []
 
 
+class Progress(threading.Thread):
+    """Says every few seconds how many files are compiled: on the terminal, because pip hides what a build prints."""
+
+    def __init__(self, objects: Path, files: int) -> None:
+        super().__init__(daemon=True)
+        self.objects, self.files, self.begin = objects, files, time.time()
+        self.finished = threading.Event()
+        try:
+            self.output = open("/dev/tty", "w")  # noqa: SIM115
+        except OSError:
+            self.output = sys.stderr
+
+    def say(self, text: str) -> None:
+        print(f"dsa_ext: {text}", file=self.output, flush=True)
+
+    def run(self) -> None:
+        self.say(f"compiling with {os.environ['MAX_JOBS']} jobs; a full build compiles {self.files} files")
+        while not self.finished.wait(SECONDS_PER_REPORT):
+            compiled = sum(file.stat().st_mtime >= self.begin for file in self.objects.rglob("*.o"))
+            self.say(f"{compiled} files compiled after {time.time() - self.begin:.0f} s")
+
+
 class BuildKernels(cpp_extension.BuildExtension):  # type: ignore[misc]
     """Keeps the objects in build/obj: an editable install would otherwise compile everything anew in a temp folder."""
 
@@ -132,12 +149,17 @@ class BuildKernels(cpp_extension.BuildExtension):  # type: ignore[misc]
         # The base class adds flags to the extensions at each call; one process may call it twice, and a command line
         # that differs makes ninja compile again.
         self.extensions = copy.deepcopy(self.extensions)
-        super().build_extensions()
+        progress = Progress(Path(self.build_temp), sum(len(extension.sources) for extension in self.extensions))
+        if self.extensions:
+            progress.start()
+        try:
+            super().build_extensions()
+        finally:
+            progress.finished.set()
 
 
 kernels = extensions()
-setup(
-    ext_modules=kernels,
-    cmdclass={"build_ext": BuildKernels},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}} if kernels else {},
-)
+options: dict[str, dict[str, str]] = {"bdist_wheel": {"py_limited_api": "cp310"}} if kernels else {}
+if "DSA_EXT_LOCAL_VERSION" in os.environ:
+    options["egg_info"] = {"tag_build": f"+{os.environ['DSA_EXT_LOCAL_VERSION']}"}
+setup(ext_modules=kernels, cmdclass={"build_ext": BuildKernels}, options=options)

@@ -1,9 +1,9 @@
 """A small MLA layer with seeded weights, and an indexer made from those weights.
 
-Nothing here is trained. Independent random weights would spread attention evenly and leave nothing
-to select, so two choices give the layer the structure that training gives a real one: a byte is
-embedded by the n-grams that end at it, and a head's query and key projections are tied, so that a
-head looks for what followed the same context earlier, and (through RoPE) at what is near.
+Nothing here is trained. Independent random weights would spread attention evenly and leave nothing to select, so two
+choices give the layer the structure that training gives a real one: a byte is embedded by the n-grams that end at it,
+and a head's query and key projections are tied, so that a head looks for what followed the same context earlier, and
+(through RoPE) at what is near.
 """
 
 import torch
@@ -13,6 +13,7 @@ LATENT, ROPE = 512, 64  # one kv row: 512 latent columns, which are also the val
 D_QK, D_V = LATENT + ROPE, LATENT
 HIDDEN, HEAD_DIM = 1024, 128
 SM_SCALE = (HEAD_DIM + ROPE) ** -0.5  # MLA scales by the head's own width, not by the latent's
+INDEX_HEADS = (8, 16, 32, 64)  # numbers of heads that the operators of the indexer take
 NGRAMS = (1, 2, 3, 5, 8)
 BUCKETS = 8192
 OWN = 0.3  # share of a key's own byte in its latent; the rest is the context before it
@@ -43,7 +44,12 @@ def rope(x: Tensor) -> Tensor:
 
 
 class MlaLayer:
-    """Makes q [S, H, 576] and kv [S, 576] from text, in the absorbed form that the op takes."""
+    """Makes the inputs of attention from text, in the two forms of MLA.
+
+    Absorbed, as :func:`dsa_ext.sparse_mla` takes them: q [S, H, 576], and kv [S, 576], which all heads share. Per head,
+    as dense attention is computed fastest: q and k [S, H, 192] and v [S, H, 128]. Both give the same probabilities; the
+    outputs differ by each head's value projection, which is tied to its key projection.
+    """
 
     def __init__(self, heads: int, seed: int, device: torch.device) -> None:
         # Drawn on the CPU, so that one seed means the same layer on every machine.
@@ -65,7 +71,8 @@ class MlaLayer:
         self.content_gain = torch.linspace(3.0, 1.0, heads).to(device)
         self.near_gain = torch.linspace(0.25, 1.0, heads).to(device)
 
-    def __call__(self, text: bytes) -> tuple[Tensor, Tensor]:
+    def _project(self, text: bytes) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries ask [S, 512], the latent [S, 512] and the RoPE columns [S, 64]."""
         device = self.to_latent.device
         hidden = torch.zeros(len(text), HIDDEN, device=device)
         for length, table in self.tables.items():
@@ -73,28 +80,39 @@ class MlaLayer:
         hidden = rms_norm(hidden)
         before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
         latent = rms_norm((before + OWN * hidden) @ self.to_latent)
-        asks = rms_norm(hidden @ self.to_latent)
-        k_rope = rope(self.near + 0.5 * hidden @ self.to_rope)
-        kv = torch.cat([latent, k_rope], -1)
+        return rms_norm(hidden @ self.to_latent), latent, rope(self.near + 0.5 * hidden @ self.to_rope)
 
-        q = torch.empty(len(text), len(self.head_keys), D_QK, device=device)
+    def absorbed(self, text: bytes) -> tuple[Tensor, Tensor]:
+        asks, latent, k_rope = self._project(text)
+        q = torch.empty(len(text), len(self.head_keys), D_QK, device=latent.device)
         for head, key in enumerate(self.head_keys):
             q[:, head, :LATENT] = self.content_gain[head] * (asks @ key) @ key.T
         q[..., LATENT:] = self.near_gain[:, None] * k_rope[:, None]
-        return q, kv
+        return q, torch.cat([latent, k_rope], -1)
+
+    def per_head(self, text: bytes) -> tuple[Tensor, Tensor, Tensor]:
+        asks, latent, k_rope = self._project(text)
+        keys = torch.stack(self.head_keys)
+        v = torch.einsum("sl,hld->shd", latent, keys)
+        content = self.content_gain[:, None] * torch.einsum("sl,hld->shd", asks, keys)
+        near = self.near_gain[:, None] * k_rope[:, None]
+        k_rope = k_rope[:, None].expand(near.shape)
+        return torch.cat([content, near], -1), torch.cat([v, k_rope], -1), v
 
     def indexer(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The indexer's q [S, Hi, 128], k [S, 128] and head weights [S, Hi], from the layer's own weights.
+        """The indexer's q [S, Hi, 128], k [S, 128] and head weights [S, Hi], from the absorbed inputs of attention.
 
-        A key keeps its RoPE columns and the 64 strongest directions of the latent; an indexer head
-        asks what a pair of heads asks on average, and all count alike. So the scores follow attention as
-        far as keys of 128 columns can, which is what training teaches a real indexer.
+        A key keeps its RoPE columns and the 64 strongest directions of the latent. An indexer head asks what a pair of
+        heads asks on average, and all pairs count alike; heads of weight 0 fill up to a number that the operators take.
+        So the scores follow attention as far as keys of 128 columns can, which is what training teaches a real indexer.
         """
         strongest = self.latent_directions[: INDEX_DIM - ROPE].T
-        heads = q.shape[1]
-        pairs = q.unflatten(1, (heads // 2, 2)).mean(2) if heads % 2 == 0 else q
+        pairs = q.unflatten(1, (-1, 2)).mean(2)
+        used = pairs.shape[1]
+        filled = next(heads for heads in INDEX_HEADS if heads >= used) - used
+        index_q = torch.cat([pairs[..., :LATENT] @ strongest, pairs[..., LATENT:]], -1)
         return (
-            torch.cat([pairs[..., :LATENT] @ strongest, pairs[..., LATENT:]], -1),
+            torch.nn.functional.pad(index_q, (0, 0, 0, filled)),
             torch.cat([kv[:, :LATENT] @ strongest, kv[:, LATENT:]], -1),
-            q.new_full(pairs.shape[:2], 1 / pairs.shape[1]),
+            torch.nn.functional.pad(q.new_full((len(q), used), 1 / used), (0, filled)),
         )

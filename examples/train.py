@@ -1,9 +1,10 @@
 """Trains a small byte-level language model with sparse attention, the way DeepSeek-V3.2 was: dense, warm-up, sparse.
 
-The text is this repository's own documentation. First the model learns with dense attention. Then everything but the
-indexers is frozen, and they learn to predict attention to all keys (warm-up). At last queries read only the keys that
-the indexers select, and everything learns: the model from the text, the indexers from the keys that they select.
-With `--streams` layers are joined by hyper-connections instead of residual ones.
+The text is this repository's own documentation, without the last tenth of each file, on which the loss is measured
+again (held-out text). First the model learns with dense attention. Then everything but the indexers is frozen, and they
+learn to predict attention to all keys (warm-up). Last, queries read only the keys that the indexers select, and
+everything learns: the model from the text, the indexers from the keys that they select.
+With `--streams` layers are joined by hyper-connections instead of residual connections.
 """
 
 import argparse
@@ -23,10 +24,11 @@ from dsa_ext.testing.progress import Progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BYTES = 256
+HELD_OUT_WINDOWS = 16  # of held-out text, at most, in each measurement
 
 
 class Attention(nn.Module):
-    """What it adds to the stream, and its indexer's loss."""
+    """Returns what attention adds to the stream, and the loss of its indexer."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class Attention(nn.Module):
 
 
 class Residual(nn.Module):
-    """The connection of a single stream: a layer's result is added to it. Its uses are those of HyperConnection."""
+    """A residual connection, with the interface of HyperConnection."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -62,11 +64,11 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each joined to the stream or streams."""
+    """Attention and a multilayer perceptron, each connected to the stream or streams."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        perceptron = nn.Sequential(
+        mlp = nn.Sequential(
             nn.RMSNorm(args.hidden),
             nn.Linear(args.hidden, 4 * args.hidden),
             nn.GELU(),
@@ -74,7 +76,7 @@ class Block(nn.Module):
         )
         self.attention, self.mlp = (
             Residual(layer) if args.streams == 1 else HyperConnection(layer, args.hidden, args.streams)
-            for layer in (Attention(args), perceptron)
+            for layer in (Attention(args), mlp)
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -93,12 +95,12 @@ class Model(nn.Module):
         self.norm, self.head = nn.RMSNorm(args.hidden), nn.Linear(args.hidden, BYTES, bias=False)
 
     def embed(self, text: Tensor) -> Tensor:
-        """[B, S, hidden], or of several streams [B, S, n, hidden]."""
+        """[B, S, hidden], or [B, S, n, hidden] for several streams."""
         x: Tensor = self.embedding(text)
         return x if self.streams == 1 else x[:, :, None].expand(-1, -1, self.streams, -1)
 
     def forward(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, S, 256], and the sum of the indexers' losses, if they have one."""
+        """Logits [B, S, 256], and the sum of the indexers' losses: None in the dense phase, and without gradients."""
         x, losses = self.embed(text), []
         for block in self.blocks:
             x, loss = block(x)
@@ -107,7 +109,7 @@ class Model(nn.Module):
         return self.head(self.norm(x if self.streams == 1 else x.mean(2))), total
 
     def enter(self, phase: Phase) -> list[nn.Parameter]:
-        """Sets the phase; returns the parameters that learn in it."""
+        """Sets the phase, and returns the parameters that are trained in it."""
         for block in self.blocks:
             block.attention.layer.attention.phase = phase
         for name, parameter in self.named_parameters():
@@ -116,37 +118,58 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def selection(self, text: Tensor) -> tuple[float, float]:
-        """Of the keys that the indexers select: their share of dense attention, and how many are among its best.
+        """Two figures of the keys that the indexers select: their share of the attention probability of dense
+        attention (mass), and the share of the keys with the highest probability that is among them (recall).
 
-        Means over the queries that see twice as many keys as they select.
+        Means over the queries that see at least twice as many keys as they select.
         """
         x, mass, recall = self.embed(text), [], []
         for block in self.blocks:
             layer, inputs = block.attention.layer.attention, block.attention.layer.norm(block.attention.read(x)[0])
             attention, ids = layer.attention_to_all(inputs), layer.select(inputs)
             topk = ids.shape[2]
-            chosen, best = ids[:, 2 * topk :].long(), attention[:, 2 * topk :]
-            mass.append(best.gather(2, chosen).sum(-1).mean())
-            best_ids = best.topk(topk, dim=-1).indices
-            marks = torch.zeros_like(best).scatter_(2, chosen, 1)
-            recall.append(marks.gather(2, best_ids).mean())
+            selected, attention = ids[:, 2 * topk :].long(), attention[:, 2 * topk :]
+            mass.append(attention.gather(2, selected).sum(-1).mean())
+            best = attention.topk(topk, dim=-1).indices
+            is_selected = torch.zeros_like(attention).scatter_(2, selected, 1)
+            recall.append(is_selected.gather(2, best).mean())
             x, _ = block(x)
         return float(torch.stack(mass).mean()), float(torch.stack(recall).mean())
+
+    @torch.no_grad()
+    def loss(self, windows: Tensor) -> float:
+        """Cross-entropy in nats per byte of windows [N, length + 1], with the attention of the current phase."""
+        losses = [language_loss(self(window[None, :-1])[0], window[None, 1:]) for window in windows]
+        return float(torch.stack(losses).mean())
+
+
+def language_loss(logits: Tensor, text: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), text.flatten())
 
 
 @dataclass
 class History:
-    """What is measured after each step."""
+    """What is measured at each step, and now and then."""
 
     phases: list[str] = field(default_factory=list)
     language: list[float] = field(default_factory=list)
     indexer: list[float] = field(default_factory=list)  # NaN in the dense phase
     seconds: list[float] = field(default_factory=list)
-    selections: dict[int, tuple[float, float]] = field(default_factory=dict)  # by the number of steps before
+    # Mass and recall, by the number of steps before the measurement.
+    selections: dict[int, tuple[float, float]] = field(default_factory=dict)
+    # The number of steps before, and the loss. Where a phase follows another, one value for each.
+    held_out: list[tuple[int, float]] = field(default_factory=list)
 
     def mean(self, values: list[float], phase: str, part: slice) -> float:
         of_phase = [value for value, name in zip(values, self.phases, strict=True) if name == phase][part]
         return sum(of_phase) / max(1, len(of_phase))
+
+    def held_out_ends(self, phase: str) -> tuple[float, float]:
+        """The loss on held-out text where the phase begins, and where it ends."""
+        first, count = self.phases.index(phase), self.phases.count(phase)
+        at_begin = [loss for steps, loss in self.held_out if steps == first]
+        at_end = [loss for steps, loss in self.held_out if steps == first + count]
+        return at_begin[-1], at_end[0]
 
 
 def batches(text: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
@@ -159,7 +182,9 @@ def batches(text: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
 
 def train(args: argparse.Namespace) -> History:
     torch.manual_seed(args.seed)
-    text = torch.frombuffer(bytearray(read_text()), dtype=torch.uint8).long()
+    text, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8).long() for part in read_text())
+    windows = held_out.unfold(0, args.length + 1, args.length)
+    windows = windows[torch.linspace(0, len(windows) - 1, min(HELD_OUT_WINDOWS, len(windows))).long()].to(args.device)
     model = Model(args).to(args.device, torch.bfloat16 if args.device.type == "cuda" else torch.float32)
     stream, history = batches(text, args), History()
     sample = next(stream)[:, :-1]
@@ -171,9 +196,10 @@ def train(args: argparse.Namespace) -> History:
         for step in range(steps):
             if step == 0 or len(history.phases) % args.measure_every == 0:
                 history.selections[len(history.phases)] = model.selection(sample)
+                history.held_out.append((len(history.phases), model.loss(windows)))
             begin, window = time.perf_counter(), next(stream)
             logits, indexer = model(window[:, :-1])
-            language = nn.functional.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
+            language = language_loss(logits, window[:, 1:])
             optimizer.zero_grad()
             losses = {"dense": [language], "warmup": [indexer], "sparse": [language, indexer]}[phase]
             torch.stack(losses).sum().backward()
@@ -186,13 +212,17 @@ def train(args: argparse.Namespace) -> History:
             if step % 20 == 0:
                 label = f"{phase}: language {history.language[-1]:.2f}, indexer {history.indexer[-1]:.3f}"
             progress.step(label)
+        if steps:
+            history.held_out.append((len(history.phases), model.loss(windows)))
     history.selections[len(history.phases)] = model.selection(sample)
     return history
 
 
-def read_text() -> bytes:
-    paths = [REPOSITORY / "README.md", REPOSITORY / "bench/NOTES.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-    return b"\n".join(path.read_bytes() for path in paths)
+def read_text() -> tuple[bytes, bytes]:
+    """The text to train on, and the held-out text: the last tenth of each file."""
+    paths = [REPOSITORY / "README.md", REPOSITORY / "bench/NOTES.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    texts = [path.read_bytes() for path in paths]
+    return b"\n".join(t[: len(t) * 9 // 10] for t in texts), b"\n".join(t[len(t) * 9 // 10 :] for t in texts)
 
 
 def draw(history: History, path: Path) -> None:
@@ -202,14 +232,19 @@ def draw(history: History, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), constrained_layout=True)
-    axes[0].plot(history.language)
-    axes[0].set(title="language loss", xlabel="step", ylabel="nats a byte")
+    axes[0].plot(history.language, label="training text")
+    axes[0].plot(*zip(*history.held_out, strict=True), marker="o", markersize=3, label="held-out text")
+    axes[0].set(title="language loss", xlabel="step", ylabel="nats per byte", ylim=(0, None))
+    axes[0].legend(loc="lower left")
     axes[1].plot(history.indexer)
-    axes[1].set(title="indexer's KL from attention, a layer", xlabel="step", ylabel="nats", ylim=(0, None))
+    axes[1].set(title="KL divergence of the indexers from attention", xlabel="step", ylim=(0, None))
+    axes[1].set(ylabel="nats per query, mean of the layers")
     steps = list(history.selections)
-    axes[2].plot(steps, [mass for mass, _ in history.selections.values()], label="attention on the selected keys")
-    axes[2].plot(steps, [recall for _, recall in history.selections.values()], label="of the best keys, selected")
-    axes[2].set(title="selection, beside dense attention", xlabel="step", ylim=(0, 1.02))
+    axes[2].plot(steps, [mass for mass, _ in history.selections.values()], label="mass: attention on the selected keys")
+    axes[2].plot(
+        steps, [recall for _, recall in history.selections.values()], label="recall: best keys that are selected"
+    )
+    axes[2].set(title="selected keys, compared with dense attention", xlabel="step", ylim=(0, 1.02))
     axes[2].legend(loc="lower right")
     for axis in axes:
         for i in range(1, len(history.phases)):
@@ -221,8 +256,9 @@ def draw(history: History, path: Path) -> None:
 
 def print_report(args: argparse.Namespace, history: History) -> None:
     layers = f"{args.layers} layers" + (f", {args.streams} streams" if args.streams > 1 else "")
-    print(f"\n{layers}, {args.heads} heads, {args.length} bytes a window, {args.topk} keys a query.\n")
-    print(f"{'phase':<9}{'steps':>6}{'language loss':>21}{'indexer KL':>19}{'mass':>16}{'recall':>16}{'step':>10}")
+    print(f"\n{layers}, {args.heads} heads, windows of {args.length} bytes, {args.topk} keys per query.\n")
+    titles = f"{'training loss':>18}{'held-out loss':>18}{'indexer KL':>20}{'mass':>16}{'recall':>16}"
+    print(f"{'phase':<9}{'steps':>6}{titles}{'step':>10}")
     for phase in dict.fromkeys(history.phases):
         first, count = history.phases.index(phase), history.phases.count(phase)
         ends = [
@@ -231,16 +267,20 @@ def print_report(args: argparse.Namespace, history: History) -> None:
         ]
         before, after = history.selections[first], history.selections[first + count]
         indexer = "-" if math.isnan(ends[1][0]) else f"{ends[1][0]:.3f} -> {ends[1][1]:.3f}"
-        cells = f"{ends[0][0]:>12.2f} -> {ends[0][1]:.2f} {indexer:>18}"
-        shares = "".join(f"{a:>8.0%} -> {b:>3.0%}" for a, b in zip(before, after, strict=True))
-        print(f"{phase:<9}{count:>6}{cells:>40}{shares:>32}{history.mean(history.seconds, phase, slice(None)):>8.2f} s")
+        losses = "".join(f"{a:>10.2f} -> {b:.2f}" for a, b in (ends[0], history.held_out_ends(phase)))
+        shares = "".join(f"{a:>8.0%} -> {b:>4.0%}" for a, b in zip(before, after, strict=True))
+        seconds = history.mean(history.seconds, phase, slice(None))
+        print(f"{phase:<9}{count:>6}{losses}{indexer:>20}{shares}{seconds:>8.2f} s")
     print(
-        "\nLosses are means of a phase's first and last ten steps. mass: share of dense attention that falls on the\n"
-        "keys that the indexers select; recall: how many of the keys with the most attention are among them."
+        "\nLosses are in nats per byte. training loss, indexer KL: means of the first and of the last ten steps of a\n"
+        "phase. held-out loss: at its begin and end, on text that is not trained on; a training loss far below it\n"
+        "means that the model memorizes. mass: share of the attention probability of dense attention that falls on\n"
+        "the keys that the indexers select; recall: share of the keys with the highest probability that is selected."
     )
     if args.device.type != "cuda":
-        print("Without a Hopper GPU the operators are their references, written to be read: step times say nothing.")
+        print("Without a Hopper GPU the operators run their reference implementations: the step times mean nothing.")
     print(f"Picture: {args.picture}")
+    print("Look at the second dotted line: selection begins there, and if mass is high the held-out loss hardly jumps.")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -254,18 +294,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     number("layers", 4, 2, "of the model")
     number("hidden", 1024, 128, "columns of the stream")
-    number("streams", 1, 1, "side by side, 1, 2 or 4; joined by hyper-connections where there are several")
+    number("streams", 1, 1, "of the hidden state, 1, 2 or 4; hyper-connections join several")
     number("heads", 64, 4, "of attention")
-    number("head-dim", 128, 32, "columns of a head, without those with RoPE")
+    number("head-dim", 128, 32, "columns of a head, without its RoPE columns")
     number("index-heads", 64, 8, "of an indexer")
-    number("index-dim", 128, 64, "columns of an indexer's head")
+    number("index-dim", 128, 64, "columns of a head of an indexer")
     number("topk", 512, 16, "keys that a query reads")
     number("length", 4096, 128, "bytes of a window")
-    number("batch", 4, 4, "windows a step")
+    number("batch", 4, 4, "windows per step")
     number("dense-steps", 300, 80, "steps with dense attention")
-    number("warmup-steps", 100, 50, "steps in which the indexers alone learn, from dense attention")
+    number("warmup-steps", 100, 50, "steps in which only the indexers are trained, on dense attention")
     number("sparse-steps", 300, 70, "steps with the selected keys")
-    number("measure-every", 50, 25, "steps between measurements of the selection, besides those where a phase begins")
+    number("measure-every", 50, 25, "steps between measurements of the selection and of the held-out loss")
     number("lr", 3e-4, 3e-3, "learning rate")
     number("indexer-lr", 1e-3, 3e-3, "learning rate of the warm-up")
     number("seed", 0, 0, "of the weights and of the windows")
@@ -277,6 +317,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--streams must be 1, 2 or 4, got {args.streams}")
     if args.streams > 1 and args.hidden % 128 != 0:
         parser.error(f"--hidden must be a multiple of 128 for several streams, got {args.hidden}")
+    held_out = len(read_text()[1])
+    if not args.length < held_out:
+        parser.error(f"--length must be below the size of the held-out text, {held_out} bytes, got {args.length}")
     args.device = torch.device("cuda" if hopper else "cpu")
     return args
 

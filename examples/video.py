@@ -1,8 +1,8 @@
-"""Takes the noise out of a video with block-sparse attention, and looks at what it selects and what it costs.
+"""Removes noise from video with block-sparse attention, and shows which blocks are selected and what each stage costs.
 
-Clips are made here: shapes that move over a drifting texture. Their patches are the tokens, ordered so that a block of
-64 is a box of 4 frames by 4 by 4 patches. A small model sees them under noise and learns to predict them without. Then
-one clip is looked at: which blocks a block of queries selects, and the time of each stage of a layer.
+The clips are made here: shapes that move over a drifting texture. Their patches are the tokens, ordered so that a block
+of 64 tokens is a box of 4 frames by 4 by 4 patches. A small model gets clips with noise and learns to predict them
+without it. Then the blocks that one block of queries selects are drawn, and each stage of a layer is timed.
 """
 
 import argparse
@@ -54,14 +54,14 @@ def to_tokens(clip: Tensor, patch: int) -> Tensor:
 
 
 def box_order(places: tuple[int, int, int]) -> Tensor:
-    """Where token i is: frame, row and column of patches [tokens, 3]."""
+    """The place of each token: frame, row and column of patches [tokens, 3]."""
     axes = [torch.arange(size) for size in places]
     grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
     return to_tokens(grid.float(), 1).long()
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each added to the stream."""
+    """Attention and a multilayer perceptron, each with a residual connection."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Patches with noise in, without it out."""
+    """Predicts patches without noise from patches with noise."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Stages:
 
 
 def train(model: Model, clips: list[Tensor], args: argparse.Namespace, progress: Progress) -> list[float]:
-    """Losses, each as a share of what predicting the mean would leave."""
+    """The loss of each step: the mean squared error, relative to that of predicting the mean."""
     generator = torch.Generator(args.device).manual_seed(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     losses = []
@@ -146,7 +146,7 @@ def measure_ms(call: Callable[[], object], device: torch.device) -> float:
 
 @torch.no_grad()
 def look(model: Model, tokens: Tensor, args: argparse.Namespace, progress: Progress) -> Stages:
-    """Takes the last layer apart, on a clip without noise."""
+    """Runs the last layer stage by stage, on a clip without noise."""
     x = model.embed(tokens)
     for block in model.blocks[:-1]:
         x = block(x)
@@ -184,7 +184,7 @@ def look(model: Model, tokens: Tensor, args: argparse.Namespace, progress: Progr
 
 
 def draw(clip: Tensor, stages: Stages, query: int, args: argparse.Namespace) -> None:
-    """Every fourth frame; below, which blocks of it the query block's heads select."""
+    """Every fourth frame; below each, which of its blocks the heads of one block of queries select."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -205,7 +205,7 @@ def draw(clip: Tensor, stages: Stages, query: int, args: argparse.Namespace) -> 
             for axis in axes[:, slab]:
                 axis.add_patch(plt.Rectangle(corner, side, side, fill=False, edgecolor="cyan", linewidth=2))
     figure.colorbar(image, ax=axes, shrink=0.5, label="share of heads")
-    figure.suptitle("Above the clip; below the blocks that the queries in the cyan one select")
+    figure.suptitle("Top: the clip. Bottom: the blocks that the queries in the cyan block select")
     args.picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.picture, dpi=100)
     plt.close(figure)
@@ -214,17 +214,18 @@ def draw(clip: Tensor, stages: Stages, query: int, args: argparse.Namespace) -> 
 def print_report(losses: list[float], stages: Stages, args: argparse.Namespace) -> None:
     blocks = len(stages.selected)
     print(
-        f"\n{blocks * BOX**3} tokens in {blocks} blocks, {args.heads} heads, {args.topk} blocks a block of queries.\n"
+        f"\n{blocks * BOX**3} tokens in {blocks} blocks, {args.heads} heads, {args.topk} blocks per block of queries.\n"
     )
     first, last = (sum(part) / len(part) for part in (losses[:5], losses[-5:]))
-    print(f"loss: {first:.3f} -> {last:.3f}; 1 is that of predicting the mean\n")
+    print(f"loss: {first:.3f} -> {last:.3f}; predicting the mean gives 1\n")
     print(f"{'stage of a layer':<18}{'time':>12}")
     for name, milliseconds in stages.times.items():
         print(f"{name:<18}{milliseconds:>9.3f} ms")
     print(f"{'all':<18}{sum(stages.times.values()):>9.3f} ms")
     if args.device.type != "cuda":
-        print("\nWithout a Hopper GPU the operators are their references, written to be read: times say nothing.")
+        print("\nWithout a Hopper GPU the operators run their reference implementations: the times mean nothing.")
     print(f"Picture: {args.picture}")
+    print("Look at the bright blocks at the bottom: the queries in the cyan block read only these, in all frames.")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -245,7 +246,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     number("heads", 12, 2, "of attention")
     number("head-dim", 128, 64, "columns of a head, 64 or 128")
     number("topk", 36, 6, "blocks that a block of queries attends to")
-    number("clips", 8, 8, "to learn from, one a step")
+    number("clips", 8, 8, "to train on, one per step")
     number("steps", 100, 50, "of training")
     number("noise", 1.0, 1.0, "standard deviation of the noise; that of clips is about a third")
     number("lr", 3e-4, 3e-3, "learning rate")

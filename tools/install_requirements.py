@@ -1,7 +1,8 @@
-"""Installs what requirements-dev.txt and requirements-build.txt list and this Python lacks.
+"""Installs the packages of requirements-dev.txt and requirements-build.txt, or of the files named, that are missing.
 
-In a virtual environment of the repository the pinned versions are installed; in a Python of the user's, only what is
-missing altogether, and where that fails (no network, say) the targets of the Makefile go on with what there is.
+In the repository's own virtual environment the pinned versions are installed. In any other Python only packages of
+which no version is installed are added, and an old setuptools is replaced. If that fails (without a network, for
+example), the targets of the Makefile continue with what there is.
 """
 
 import subprocess
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+OLDEST_SETUPTOOLS = 77  # that of pyproject.toml: older ones cannot read it
 
 
 def missing(file: Path, any_version: bool) -> list[str]:
@@ -20,15 +22,19 @@ def missing(file: Path, any_version: bool) -> list[str]:
 
 def satisfied(name: str, pinned: str, any_version: bool) -> bool:
     try:
-        # A local part such as +cpu does not matter.
-        return version(name).split("+")[0] == pinned or any_version
+        installed = version(name)
     except PackageNotFoundError:
         return False
+    if name == "setuptools" and int(installed.split(".")[0]) < OLDEST_SETUPTOOLS:
+        return False
+    # A local part such as +cpu does not matter.
+    return installed.split("+")[0] == pinned or any_version
 
 
-def main() -> int:
+def main(*names: str) -> int:
     own_environment = Path(sys.prefix) == ROOT / ".venv"
-    for name, options in (("requirements-dev.txt", []), ("requirements-build.txt", ["--no-deps"])):
+    for name in names or ("requirements-dev.txt", "requirements-build.txt"):
+        options = ["--no-deps"] if name == "requirements-build.txt" else []
         packages = missing(ROOT / name, any_version=not own_environment)
         if not packages:
             continue
@@ -44,4 +50,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs nvcc ($DSA_EXT_NVCC) and keeps what ptxas reports of each kernel's registers, spills and shared memory beside the
-# object: launch.o gets launch.o.ptxas. The package's tests read it.
+# Runs nvcc ($DSA_EXT_NVCC) and keeps what ptxas reports about registers, spills and shared memory of each kernel next to
+# the object file: launch.o gets launch.o.ptxas. Tests read it.
 object=
 previous=
 for argument in "$@"; do

@@ -35,7 +35,7 @@ void check_inputs(const Tensor& a, const Tensor& a_s, const Tensor& b, const Ten
 Tensor multiply_many_rows(const Tensor& a, const Tensor& a_s, const Tensor& b, const Tensor& b_s) {
   std::array<StableIValue, 4> stack{torch::stable::detail::from(a), torch::stable::detail::from(a_s),
                                     torch::stable::detail::from(b), torch::stable::detail::from(b_s)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("dsa::_fp8_gemm_many_rows", "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("dsa::_fp8_gemm_many_rows", "", stack.data(), TORCH_ABI_VERSION));
   const auto out = torch::stable::detail::to<Tensor>(stack[0]);
   DSA_CHECK(out.dim() == 2, kOp, ": more than ", kMaxRows, " rows need a torch for CUDA 12.9 or later");
   return out;
