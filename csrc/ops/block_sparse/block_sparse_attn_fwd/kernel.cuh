@@ -156,6 +156,46 @@ __device__ __forceinline__ bool join_team(SharedStorage<kColumns>& shared, Softm
   return false;
 }
 
+// Scores of columns from `keys` on become -inf.
+template <class Scores>
+__device__ __forceinline__ void hide_columns_from(int keys, Scores& r_s, int thread) {
+  const int left = keys - recomputed(thread) % 4 * 2;  // from this lane's first column on
+#pragma unroll
+  for (int i = r_s.size() - 4; i >= 0; i -= 4) {
+    if (i / 4 * 8 + 8 <= keys) break;
+    for (int j = 0; j < 4; ++j) {
+      if (i / 4 * 8 + j % 2 >= left) r_s(i + j) = -INFINITY;
+    }
+  }
+}
+
+// The normalized output and lse of a piece: to the results, or as a part for combine_kernel.
+template <int kColumns, class Out>
+__device__ __forceinline__ void store_result(Softmax& softmax, Out& r_out, const Mark& mark, Bf16* s_out,
+                                             const Params& p, const CUtensorMap& out_map, int thread) {
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const float shares[2] = {softmax.share(0), softmax.share(1)};
+#pragma unroll
+  for (int i = 0; i < r_out.size(); ++i) r_out(i) *= shares[i / 2 % 2];
+  const int row = warp * 16 + lane / 4, partial_slot = read_for_warp(mark.partial_slot);
+  if (partial_slot >= 0) {
+    const int64_t first_row = static_cast<int64_t>(partial_slot) * kBlock;
+    store_accumulators_to_global(p.partial_out + first_row * kColumns, kColumns, r_out, thread);
+    if (lane % 4 == 0) {
+      for (int r = 0; r < 2; ++r) p.partial_lse[first_row + row + r * 8] = softmax.lse_log2(r);
+    }
+    return;
+  }
+  store_block<kColumns>(&out_map, s_out, mark.head, mark.block * kBlock, mark.batch, r_out, thread);
+  if (lane % 4 == 0) {
+    float* g_lse = p.lse + (static_cast<int64_t>(mark.batch) * p.heads + mark.head) * p.seq_q;
+    for (int r = 0; r < 2; ++r) {
+      const int query = mark.block * kBlock + row + r * 8;
+      if (query < p.seq_q) g_lse[query] = softmax.lse_log2(r) * kLn2;
+    }
+  }
+}
+
 template <int kColumns>
 __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<kColumns>& team, const Params& p,
                                         const CUtensorMap& out_map, int thread) {
@@ -225,16 +265,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(r_s);
-        if (keys < kBlock) {
-          const int left = keys - recomputed(thread) % 4 * 2;  // from this lane's first column on
-#pragma unroll
-          for (int i = r_s.size() - 4; i >= 0; i -= 4) {
-            if (i / 4 * 8 + 8 <= keys) break;
-            for (int j = 0; j < 4; ++j) {
-              if (i / 4 * 8 + j % 2 >= left) r_s(i + j) = -INFINITY;
-            }
-          }
-        }
+        if (keys < kBlock) hide_columns_from(keys, r_s, thread);
         if (again || softmax.moves) {
           if (softmax.is_first) release_queries();
           softmax.move_top(r_s, r_out, p.scale_log2);
@@ -265,26 +296,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
     softmax.finish(p.scale_log2);
     if constexpr (kColumns == 64) use_operand(r_q);  // with 128 no register is free, and ptxas keeps them anyway
     if (read_for_warp(mark.is_shared) && !join_team(team, softmax, r_out, own_barrier() - 1, thread)) continue;
-    const float shares[2] = {softmax.share(0), softmax.share(1)};
-#pragma unroll
-    for (int i = 0; i < r_out.size(); ++i) r_out(i) *= shares[i / 2 % 2];
-    const int row = warp * 16 + lane / 4, partial_slot = read_for_warp(mark.partial_slot);
-    if (partial_slot >= 0) {
-      const int64_t first_row = static_cast<int64_t>(partial_slot) * kBlock;
-      store_accumulators_to_global(p.partial_out + first_row * kColumns, kColumns, r_out, thread);
-      if (lane % 4 == 0) {
-        for (int r = 0; r < 2; ++r) p.partial_lse[first_row + row + r * 8] = softmax.lse_log2(r);
-      }
-      continue;
-    }
-    store_block<kColumns>(&out_map, s_out, mark.head, mark.block * kBlock, mark.batch, r_out, thread);
-    if (lane % 4 == 0) {
-      float* g_lse = p.lse + (static_cast<int64_t>(mark.batch) * p.heads + mark.head) * p.seq_q;
-      for (int r = 0; r < 2; ++r) {
-        const int query = mark.block * kBlock + row + r * 8;
-        if (query < p.seq_q) g_lse[query] = softmax.lse_log2(r) * kLn2;
-      }
-    }
+    store_result<kColumns>(softmax, r_out, mark, s_out, p, out_map, thread);
   }
   if (thread == 0) tma_store_wait_read();
 }
