@@ -1,4 +1,4 @@
-"""What every benchmark shares: its arguments, the timer, the peers' figures, cases and their file, plots."""
+"""Shared by all benchmarks: arguments, timers, the peers' figures, cases and their result files, plots."""
 
 import argparse
 import hashlib
@@ -19,21 +19,21 @@ from dsa_ext.testing.timing import time_ms
 BENCH = Path(__file__).resolve().parent
 Case = dict[str, Any]
 PEERS: dict[str, Any] = json.loads((BENCH / "peers_h200.json").read_text())
-#: Between ours and a peer in PyTorch, which rounds to bf16 at other places: see similarity_error.
+#: Limit of similarity_error between ours and a peer in PyTorch, which rounds to bf16 at other places.
 PEER_SIMILARITY = 1e-4
-#: Colours of our bars, the best peer's, and the others'.
+#: Colors of our bars, the best peer's, and the others'.
 COLOURS = ("#1f77b4", "#9aa5b1", "#d5b483")
 
 try:
     from triton.testing import do_bench
-except ImportError:  # not every torch brings triton
+except ImportError:  # not every build of torch includes triton
     do_bench = None
 
 TIMER = "triton.testing.do_bench, median" if do_bench else "CUDA events, L2 flushed, median"
 
 
 def parse_arguments(doc: str) -> argparse.Namespace:
-    """`only` and `out`. Where there is no Hopper GPU the program ends."""
+    """The arguments `only` and `out`. Without a Hopper GPU the program exits with an error."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in OP/NAME; writes no file")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
@@ -46,7 +46,7 @@ def parse_arguments(doc: str) -> argparse.Namespace:
 def measure_all(
     op: str, specs: Iterable[Any], measure: Callable[[Any, dict[str, float]], Case], only: str
 ) -> list[Case]:
-    """A case of each chosen spec, which has a `group` and a `name`. `measure` gets the times of those before it."""
+    """The cases of the specs whose OP/NAME contains `only`. `measure` also gets the times of the cases before it."""
     chosen = [spec for spec in specs if only in f"{op}/{spec.name}"]
     progress = Progress(total=len(chosen))
     times: dict[str, float] = {}
@@ -69,7 +69,7 @@ def make_case(
     err: dict[str, float] | None = None,
     **others: Any,
 ) -> Case:
-    """One line of a result file. The peer's figure is its TFLOP/s where the case has some, else its milliseconds."""
+    """One line of a result file. The peer's figure is in TFLOP/s if the case has `tflops`, else in milliseconds."""
     ratio = None
     if peer:
         ratio = tflops / peer[1] if tflops else peer[1] / ms
@@ -96,28 +96,28 @@ def run(
     timer: str = TIMER,
     operators: Sequence[str] = (),
 ) -> None:
-    """The main function of a benchmark whose module has the docstring `doc`, of `op` or of several operators."""
+    """The main function of a benchmark of `op`, or of several operators. `doc` is the docstring of its module."""
     args = parse_arguments(doc)
     report(op, measure_all(op, specs, measure, args.only), None if args.only else args.out, plot, timer, operators)
 
 
 def time_versus(ms: float, name: str | None, times: dict[str, float]) -> dict[str, Any]:
-    """This time as a multiple of that of the case `name`, if that was measured: fields of a case."""
+    """Fields of a case: its time as a multiple of the time of the case `name`, if that was measured."""
     return {"time_vs": {name: round(ms / times[name], 3)}} if name in times else {}
 
 
 def measure_ms(call: Callable[[], object]) -> float:
-    """Median milliseconds, back to back with the L2 flushed: as the peers were measured."""
+    """Median milliseconds of back-to-back calls, with the L2 flushed before each: the peers were measured this way."""
     if do_bench is None:
         return time_ms(call)
     return float(do_bench(call, return_mode="median"))
 
 
 def measure_rotating_ms(call: Callable[[Any], object], inputs: Sequence[Any]) -> float:
-    """Milliseconds of a call in one CUDA graph of calls, one for each input: a short kernel in the middle of others.
+    """Milliseconds per call in a CUDA graph of one call per input: the time of a short kernel in the middle of others.
 
-    Together the inputs are to be several times as large as the L2, which is not full of data here that has to be
-    written before others can come.
+    Together the inputs should be several times as large as the L2. Unlike after a flush, the L2 is not full of modified
+    data that must be written back before other data can be cached.
     """
     call(inputs[0])
     graph = torch.cuda.CUDAGraph()
@@ -137,7 +137,7 @@ def measure_rotating_ms(call: Callable[[Any], object], inputs: Sequence[Any]) ->
 
 
 def peer_figure(op: str, key: str, case: str, flop: float | None = None) -> tuple[str, float]:
-    """A peer's name and figure: the TFLOP/s of a call of so many operations, or else milliseconds."""
+    """A peer's name and figure: TFLOP/s if recorded as such or if `flop` of the call is given, else milliseconds."""
     figure = PEERS[op]["figures"][key]
     value = float(figure["values"][case])
     if figure["unit"] != "TFLOP/s":
@@ -147,19 +147,19 @@ def peer_figure(op: str, key: str, case: str, flop: float | None = None) -> tupl
 
 
 def pytorch_peers(name: str, function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """`function` of PyTorch as it is and by torch.compile, for the sizes of its first call alone."""
-    torch._dynamo.reset()  # else sizes that were others before become dynamic
+    """`function`, written in PyTorch, in eager mode and compiled by torch.compile for the sizes of its first call."""
+    torch._dynamo.reset()  # otherwise sizes that differ from earlier calls become dynamic
     return {name: function, f"{name}, compiled": torch.compile(function, fullgraph=True, dynamic=False)}
 
 
 def measure_peers(calls: dict[str, Callable[[], object]]) -> tuple[tuple[str, float], dict[str, float]]:
-    """The fastest with its milliseconds, and those of all: the field `peers_ms` of a case."""
+    """The fastest peer with its milliseconds, and the times of all: the field `peers_ms` of a case."""
     times = {name: round(measure_ms(call), 6) for name, call in calls.items()}
     return min(times.items(), key=lambda peer: peer[1]), times
 
 
 def csrc_sha256() -> str:
-    """Names the kernels' sources: over each file of csrc/ in sorted order, relative path, NUL, contents."""
+    """Hash of the kernels' sources: for each file of csrc/ in sorted order, its relative path, NUL, and contents."""
     csrc = BENCH.parent / "csrc"
     digest = hashlib.sha256()
     for path in sorted(path for path in csrc.rglob("*") if path.is_file()):
@@ -178,7 +178,7 @@ def machine() -> dict[str, str]:
 
 
 def write_results(op: str, cases: Sequence[Case], folder: Path, timer: str, operators: Sequence[str]) -> Path:
-    """Writes <op>.json: one line a case, so that a new measurement reads well in a diff."""
+    """Writes <op>.json with one line per case, so that a new measurement makes a readable diff."""
     hashes = {"csrc_sha256": csrc_sha256(), "kernels_sha256": Kernels().sha256(operators)}
     head = {"op": op, **machine(), "timer": timer, "operators": operators, **hashes}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -190,7 +190,7 @@ def write_results(op: str, cases: Sequence[Case], folder: Path, timer: str, oper
 
 
 def causal_indices(seq: int, topk: int, generator: torch.Generator) -> Tensor:
-    """For each query up to `topk` random keys of those at or before it, ascending, then padding."""
+    """For each query the ascending ids of up to `topk` random keys at or before its own, then padding."""
     rows = []
     for begin in range(0, seq, 1024):
         position = torch.arange(begin, min(begin + 1024, seq), device="cuda")[:, None]
@@ -209,7 +209,7 @@ def report(
     timer: str = TIMER,
     operators: Sequence[str] = (),
 ) -> None:
-    """Prints a line a case and, where there is a folder, writes the result file and the plot there."""
+    """Prints one line per case. If `folder` is given, writes the result file and the plot there."""
     units = {"tflops": "TFLOP/s", "tbps": "TB/s", "extra_mb": "MB"}
     for case in cases:
         rates = "".join(f"{case[key]:9.2f} {unit}" for key, unit in units.items() if case.get(key) is not None)
@@ -224,7 +224,7 @@ def report(
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, which draws into files alone."""
+    """matplotlib.pyplot, set up to draw only into files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -235,7 +235,7 @@ def pyplot() -> Any:
 
 @contextmanager
 def drawing(path: Path, width: float, axes: int = 1) -> Iterator[Any]:
-    """The axes of a figure, in a row, or the one; the figure is written when the block ends."""
+    """The axes of a figure: an array of several in a row, or the only one. Leaving the block writes the figure."""
     plt = pyplot()
     figure, row = plt.subplots(1, axes, figsize=(width, 4.2), constrained_layout=True)
     yield row
@@ -246,7 +246,7 @@ def drawing(path: Path, width: float, axes: int = 1) -> Iterator[Any]:
 def grouped_bars(
     axis: Any, labels: Sequence[str], series: dict[str, Sequence[float]], *, number: str = "{:.0f}"
 ) -> None:
-    """Bars side by side: one group a label, one colour a series, the value on top of each bar."""
+    """Grouped bars: one group per label, one color per series, the value on top of each bar."""
     width = 0.8 / len(series)
     for place_in_group, ((name, values), colour) in enumerate(zip(series.items(), COLOURS, strict=False)):
         places = [place + (place_in_group - (len(series) - 1) / 2) * width for place in range(len(labels))]

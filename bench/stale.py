@@ -1,9 +1,9 @@
 """Lists the results whose kernels have changed since they were measured; fails if there are any.
 
-A result names its operators and the hash of their kernels, kernels_sha256: of the source that registers an operator,
-of what that includes from csrc/, and of the sources next to an included header that include it too, since they define
-what it declares. So a result is not stale because of another operator's files, and one is rather called stale than
-missed.
+A result names its operators and the hash of their kernels, kernels_sha256. The hash covers the source that registers an
+operator, the files of csrc/ that it includes, and the sources in the folder of an included header that include it too,
+since they define what it declares. So a change in the files of another operator makes no result stale. In doubt a
+result is called stale.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Kernels:
         sources = [path for path in self._texts if path.suffix in (".cpp", ".cu")]
         self._registered = {op: path for path in sources for op in REGISTRATION.findall(self._texts[path])}
         defining = [path for path in sources if path not in self._registered.values()]
-        #: For each file the sources next to it that include it, directly or not.
+        #: For each file, the sources in its folder that include it, directly or indirectly.
         self._definitions = {
             path: {source for source in defining if source.parent == path.parent and path in self._reach(source)}
             for path in self._texts
@@ -46,8 +46,8 @@ class Kernels:
         return self._reach(self._registered[operator], self._definitions)
 
     def sha256(self, operators: Iterable[str]) -> str:
-        """Over each file of the operators in sorted order: base name, NUL, contents without the lines that include
-        other files of csrc/. Where the files lie does not matter."""
+        """Hash over each file of the operators in sorted order: base name, NUL, contents without the lines that include
+        other files of csrc/. So it does not change if files are moved."""
         files = set().union(*map(self.files, operators))
         digest = hashlib.sha256()
         for name, text in sorted((path.name, INCLUDE.sub("", self._texts[path])) for path in files):
@@ -62,7 +62,8 @@ class Kernels:
                     break
 
     def _reach(self, start: Path, definitions: dict[Path, set[Path]] | None = None) -> set[Path]:
-        """What `start` includes, directly or not, itself among it; with definitions, also those and what they reach."""
+        """`start` and all files that it includes, directly or indirectly. With `definitions`, for each of these files
+        also the sources that define it, and what they reach."""
         reached: set[Path] = set()
         waiting = {start}
         while waiting:
@@ -74,7 +75,7 @@ class Kernels:
 
 
 def stale_results(kernels: Kernels, folder: Path) -> list[str]:
-    """The names of the result files whose kernels are not today's."""
+    """The names of the result files whose kernels differ from the current ones."""
 
     def is_current(result: dict[str, str]) -> bool:
         try:

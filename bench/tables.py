@@ -1,8 +1,8 @@
-"""Writes what the documentation says of the result files: tables, headline figures and the picture of README.md.
+"""Writes the parts of the documentation that come from the result files: tables, headline figures, README.md's picture.
 
-Pages are README.md and docs/results/*.md. A block of a page stands between `<!-- results: NAME -->` and
+Pages are README.md and docs/results/*.md. A generated block of a page is between `<!-- results: NAME -->` and
 `<!-- end of results -->`; NAME is that of a file bench/results/h200/NAME.json, or `headlines`. `--check` changes
-nothing and says whether the pages and the picture are up to date.
+nothing and fails if the pages or the picture are out of date.
 """
 
 import argparse
@@ -23,7 +23,8 @@ BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", r
 
 Case = dict[str, Any]
 
-#: Operator, case and sentence of each headline figure; a sentence takes the fields of the case and the range of ratios.
+#: Operator, case and sentence of each headline figure. The sentence is filled with the fields of the case and the range
+#: of ratios.
 HEADLINES = (
     (
         "sparse_mla_fwd",
@@ -66,7 +67,7 @@ def peer(case: Case, figure: str) -> str:
 
 
 def peer_time(case: Case) -> str:
-    """The time of a peer, or how it failed."""
+    """The time of the peer, or how it failed."""
     if case["peer"] and not case["tflops"]:
         return peer(case, time(case["peer_value"]))
     failure: str = case.get("peer_failure", "")
@@ -87,7 +88,7 @@ def times_of(peers: dict[str, float]) -> str:
 
 
 def slower_peers(case: Case) -> str:
-    """Peers that were measured too; the ratio is to the fastest."""
+    """The times of the other measured peers; the ratio is to the fastest."""
     return times_of({name: ms for name, ms in case.get("peers_ms", {}).items() if name != case["peer"]})
 
 
@@ -95,8 +96,8 @@ def versus(case: Case) -> str:
     return ", ".join(f"{value:.2f} x `{name}`" for name, value in case.get("time_vs", {}).items())
 
 
-#: Heading and cell of each column; a column that is empty in every row is left out. The figure of a peer is in
-#: TFLOP/s if the case has some, else in milliseconds.
+#: Heading and cell of each column; a column that is empty in every row is left out. A peer's figure is in TFLOP/s if
+#: the case has `tflops`, else in milliseconds.
 COLUMNS: dict[str, Callable[[Case], str]] = {
     "case": lambda case: f"`{case['name']}`",
     "time": lambda case: time(case["ms"]),
@@ -155,7 +156,7 @@ def headlines() -> str:
 
 
 def ratios() -> dict[str, tuple[list[str], list[float]]]:
-    """For each result file that has some: its peers, and all its ratios."""
+    """For each result file that has ratios: its peers, and all its ratios."""
     found = {}
     for path in sorted((ROOT / RESULTS).glob("*.json")):
         cases = [case for case in json.loads(path.read_text())["cases"] if case["ratio"]]
@@ -166,13 +167,13 @@ def ratios() -> dict[str, tuple[list[str], list[float]]]:
 
 
 def draw(path: Path, digest: str) -> None:
-    """Bars of the geometric mean of each file's ratios, and a dot for each case."""
+    """Draws a bar for the geometric mean of each file's ratios, and a dot for each case."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    matplotlib.rcParams["svg.hashsalt"] = "dsa_ext"  # without it ids within the file are random
+    matplotlib.rcParams["svg.hashsalt"] = "dsa_ext"  # otherwise ids in the file are random
     matplotlib.rcParams["svg.fonttype"] = "none"  # text as text, not as paths
     rows = [(op, *found, math.exp(sum(map(math.log, found[1])) / len(found[1]))) for op, found in ratios().items()]
     rows.sort(key=lambda row: row[-1])
@@ -198,7 +199,7 @@ def draw(path: Path, digest: str) -> None:
 
 
 def digest_of_ratios() -> str:
-    """What the picture shows. Its bytes depend on the version of matplotlib, so they are not compared."""
+    """Hash of the picture's numbers. Its bytes depend on the version of matplotlib, so they are not compared."""
     return hashlib.sha256(json.dumps(ratios()).encode()).hexdigest()
 
 

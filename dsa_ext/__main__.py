@@ -1,4 +1,4 @@
-"""`python -m dsa_ext` prints what is installed and what works here."""
+"""`python -m dsa_ext` prints the installed versions and which implementations are available on this machine."""
 
 from dsa_ext import build_info
 

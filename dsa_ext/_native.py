@@ -1,4 +1,4 @@
-"""Finds and loads the compiled library, and keeps the reason when it cannot."""
+"""Loads the compiled library, or records why it could not be loaded."""
 
 import platform
 from pathlib import Path
@@ -25,14 +25,14 @@ library, missing_reason = _load()
 
 
 def missing_kernels_error(op: str) -> RuntimeError:
-    """The error of a CUDA call where the library is missing, or is an older one without a kernel for `op`."""
+    """The error that a CUDA call raises when the library is missing, or is an older build without a kernel for `op`."""
     if library is not None:
         return RuntimeError(f"dsa::{op}: {library.name} has no CUDA kernel for this operator")
     return RuntimeError(f"dsa::{op}: dsa_ext is installed without its CUDA kernels, because {missing_reason}")
 
 
 def build_info() -> dict[str, str]:
-    """Versions, device, and which implementations are available; every value is a text to print."""
+    """Versions, device, and which implementations are available; every value is a printable string."""
     info = {
         "dsa_ext": __version__,
         "python": platform.python_version(),
@@ -51,7 +51,7 @@ def build_info() -> dict[str, str]:
 
 
 def _device() -> tuple[str, bool]:
-    """The current GPU in words, and whether the kernels run on it."""
+    """Name and architecture of the current GPU, and whether the kernels run on it."""
     if not torch.cuda.is_available():
         return "no CUDA device", False
     major, minor = torch.cuda.get_device_capability()

@@ -1,4 +1,4 @@
-"""What a module has to offer, so that no list of it is kept by hand."""
+"""The public functions of a module, collected from its definitions so that no list is maintained by hand."""
 
 from collections.abc import Callable
 from inspect import isfunction
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def functions_of(namespace: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The public functions that the module with these globals defines itself, by name."""
+    """Public functions by name, given the globals of a module: those that it defines, not those that it imports."""
     return {
         name: value
         for name, value in namespace.items()

@@ -1,12 +1,12 @@
-"""Small calls of every operator and of every variant of the kernels, under compute-sanitizer, a part at a time.
+"""Small calls of every operator and of every variant of the kernels, under compute-sanitizer, one part at a time.
 
     python tests/sanitize.py [--only NAME ..] [--tool memcheck racecheck]     each part under each tool
     python tests/sanitize.py --run NAME                                       the calls of one part, without a tool
 
 Each part takes less than two minutes: its calls are small, and their results are checked on the CPU, so that the tool
 runs little but the kernels. memcheck finds accesses outside of each tensor, not only outside of the allocator's blocks:
-every tensor is an allocation of its own. racecheck only knows barriers: it takes the words that CTAs of mhc_pre_fwd
-send each other, and poll, for races, so that part is left out.
+every tensor is an allocation of its own. racecheck recognizes only barriers as synchronization. It reports the words
+that CTAs of mhc_pre_fwd send each other and poll as races, so that part is skipped.
 """
 
 import argparse
@@ -41,14 +41,14 @@ from dsa_ext.testing.tolerances import check, check_selected
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOOLS = ("memcheck", "racecheck")
-#: Parts that a tool leaves out.
+#: Parts that a tool skips.
 LEFT_OUT = {"memcheck": (), "racecheck": ("mhc_pre_fwd",)}
-#: Seconds after which a part is taken to hang.
+#: Seconds after which a part counts as hanging.
 LIMIT = 600
 Args = dict[str, Any]
 
-# (B, S, S_kv, H, G, K, Dqk): one tile, several tiles, partial heads, groups, keys split over CTAs, no visible key,
-# several queries per CTA.
+# (B, S, S_kv, H, G, K, d_qk): one tile, several tiles, partial tiles of heads, groups, keys split over CTAs, no
+# visible key, several queries per CTA.
 SPARSE_MLA = (
     (2, 3, 100, 64, 1, 64, 576),
     (2, 3, 100, 128, 1, 200, 512),
@@ -59,31 +59,32 @@ SPARSE_MLA = (
     (2, 2, 0, 65, 1, 5, 576),
     (1, 150, 100, 100, 1, 70, 576),
 )
-# (R, C, K): one column, all selected, candidates that are cut, rows split in two and in eight.
+# (R, C, K): one column, all selected, candidates cut to the best K, rows split in two and in eight.
 TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17004, 100), (1, 70001, 2048))
-# (S, S_kv, K): one of each, all selected, several blocks of queries, many keys. Every variant takes one of them.
+# (S, S_kv, K): one of each, all selected, several blocks of queries, many keys. Every kernel variant runs one of them.
 INDEXER = ((1, 1, 1), (5, 200, 300), (130, 300, 64), (3, 9000, 500))
-# (S, S_kv, K): one slot, several tiles, several queries per CTA. Every variant takes one of them.
+# (S, S_kv, K): one slot, several tiles, several queries per CTA. Every kernel variant runs one of them.
 INDEXER_TRAINING = ((1, 1, 1), (5, 200, 300), (150, 300, 129))
-# queries, keys, slots: no block, rows of one warp, of two, of many.
+# (queries, keys, slots): one slot, several blocks of queries, many slots.
 BLOCK_SPARSE = ((1, 1, 1), (200, 500, 5), (64, 4000, 63))
 COARSE = ((1, 1), (300, 150), (3000, 100))  # queries, keys
+# (B, H, query blocks, key blocks): no block, rows of one warp, of two, of many.
 BLOCK_SELECT = ((1, 1, 2, 0), (1, 2, 3, 364), (2, 1, 2, 700), (1, 1, 2, 16384))
-# (H, N): one row, a part of a CTA's, several CTAs.
+# (H, N): one row, a part of a CTA's rows, several CTAs.
 GATED_FUSION = ((1, 1), (3, 7), (3, 50))
 # (M, N): one block, parts of a CTA's rows and columns, several CTAs.
 ACT_QUANT = ((1, 128), (9, 1152), (17, 2176))
-# (M, N, K): one row, every number of rows, clusters, tiles in turn, several calls of the kernel.
+# (M, N, K): one row, every template instance (kRows), clusters, several tiles per CTA, several launches.
 FP8_GEMM = ((1, 1, 128), (9, 200, 640), (30, 64, 2176), (64, 8500, 256), (70, 72, 384))
-# (B, S, n, D): one token, clusters of 2 to 16 CTAs, tiles in turn.
+# (B, S, n, D): one token, clusters of 2 to 16 CTAs, several tiles per CTA.
 MHC = ((1, 1, 2, 128), (1, 40, 4, 640), (2, 9, 4, 1920), (1, 17, 4, 3968), (1, 1100, 4, 128))
 
 
-# ---- Calls, whose arguments are made on the CPU
+# ---- Calls. Their arguments are made on the CPU.
 
 
 def on_gpu(value: Any) -> Any:
-    """A copy in the same layout, in an allocation of its own that ends at its last element."""
+    """A copy on the GPU in the same layout, in an allocation of its own that ends at the last element."""
     if not isinstance(value, Tensor):
         return value
     offset, reach = (
@@ -109,7 +110,7 @@ def checked(op: str, **args: Any) -> tuple[Tensor, ...]:
 
 
 def swapped(x: Tensor) -> Tensor:
-    """Heads [B, H, N, D] whose memory is in the order of N, B, H, as sequence-first models have them."""
+    """Heads [B, H, N, D] that are [N, B, H, D] in memory, as in sequence-first models."""
     return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
 
@@ -121,7 +122,7 @@ def random(*shape: int, seed: int = 3) -> Tensor:
 
 
 def attention_args() -> Iterator[Args]:
-    """Arguments of the operators of sparse MLA, in several layouts, with their options."""
+    """Arguments of the sparse MLA operators, in several layouts, with their options."""
     for i, (batch, seq, s_kv, heads, groups, topk, d_qk) in enumerate(SPARSE_MLA):
         inputs = make_inputs(batch, seq, s_kv, heads, groups, topk, d_qk)
         lengths = torch.full((batch, seq), topk, dtype=torch.int32)
@@ -158,7 +159,7 @@ def sparse_mla_bwd() -> None:
         args = with_forward("sparse_mla_bwd", {**(with_sink(args) if i % 3 else args), "dout": dout, "dlse": dlse})
         checked("sparse_mla_bwd", **args)
         checked("sparse_mla_bwd", **args, deterministic=True)
-    # A few of very many keys; one of them is in every list.
+    # Few of very many keys are listed; one of them is in every list.
     args = ORDINARY["sparse_mla_bwd"](seq=3, s_kv=20_000, topk=70)
     args["indices"][..., 5] = 19_999
     checked("sparse_mla_bwd", **with_forward("sparse_mla_bwd", args), deterministic=True)
@@ -179,7 +180,7 @@ def topk_select() -> None:
 
 
 def unaligned_rows(rows: Tensor) -> Tensor:
-    """The same rows from column 1 of wider ones on."""
+    """The same rows as a view of wider rows that starts at column 1."""
     return torch.cat([rows[:, :1], rows], 1)[:, 1:]
 
 
@@ -345,7 +346,7 @@ PARTS: dict[str, Callable[[], None]] = {
 
 
 def sanitized(tool: str, part: str, sanitizer: str) -> str | None:
-    """The errors that the tool or the part itself reports."""
+    """Runs a part under a tool; returns the output if the tool or the part reports errors, else None."""
     command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, __file__, "--run", part]
     environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})}
     try:

@@ -1,12 +1,12 @@
-"""Random legal calls of every operator, function and module against the reference, for a given time.
+"""Random legal calls of every operator, function and module, checked against the reference, for a given time.
 
     python tests/soak.py --minutes 10                       many calls
     python tests/soak.py --op sparse_mla_bwd --seed 123     one call: the one that a failure names
 
-Each call starts from poisoned memory, is judged by the tolerances of dsa_ext.testing, and is made a second time: in the
-same way, on a side stream, or in a CUDA graph whose inputs change before it is replayed. The results must be bitwise
-equal where that is promised, and no argument may have changed. The exit status is 1 if a call failed, and 2 if one did
-not end in time. Several processes may share a GPU, with different seeds.
+Each call starts with poisoned free memory and is checked with the tolerances of dsa_ext.testing. It is made a second
+time: in the same way, on a side stream, or in a CUDA graph whose inputs change before it is replayed. The results must
+be bitwise equal where that is promised, and no argument may have changed. The exit status is 1 if a call failed, and 2
+if one did not end in time. Several processes with different seeds may share a GPU.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-# Without it, matrix products of PyTorch are not repeatable.
+# Without it, PyTorch's matmuls are not deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
@@ -34,26 +34,26 @@ from dsa_ext.testing.progress import Progress
 from dsa_ext.testing.random_calls import TARGETS, Call, make_call
 from dsa_ext.testing.tolerances import bits
 
-#: Relative number of calls, by the beginning of the target's name: judging a module takes the longest.
+#: Relative number of calls, by the prefix of the target's name: checking a module takes the longest.
 WEIGHTS = {"nn.": 1, "functional.": 5, "": 6}
 #: Steps of the progress bar.
 STEPS = 50
-#: Largest storage, in bytes, that is copied to see whether a call changes it.
+#: Largest storage, in bytes, that is copied to check whether a call changes it.
 _COPIED = 2**28
 _Args = dict[str, Any]
 _Results = tuple[Tensor, ...]
 
 
 class SoakError(Exception):
-    """An error of a call that the tolerances do not find."""
+    """An error of a call other than a result beyond its tolerance."""
 
 
 # ---- Memory
 
 
 def poison(pattern: int) -> None:
-    """Fills the free memory of the allocator, so that elements that a call does not write are noticed: from the largest
-    blocks down to the smallest, so that the gaps between tensors are filled too."""
+    """Fills the allocator's free memory with `pattern`, so that elements that a call does not write are noticed. It
+    starts with the largest blocks and ends with the smallest, so that the gaps between tensors are filled too."""
     sizes = [(2**25, 4), (2**23, 4), (2**21, 8), *((2**level, 32) for level in range(19, 8, -2))]
     blocks = [torch.empty(size // 4, dtype=torch.int32, device="cuda") for size, count in sizes for _ in range(count)]
     torch._foreach_zero_(blocks)
@@ -61,7 +61,7 @@ def poison(pattern: int) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All elements of the tensor's storage."""
+    """A 1-D view of all elements of the tensor's storage."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((count,), (1,), 0)
 
@@ -93,7 +93,7 @@ def plainly(call: Call) -> _Results:
 
 
 def on_a_side_stream(call: Call) -> _Results:
-    """The inputs are written late, on that stream: a kernel on another stream reads zeros."""
+    """On a side stream, where the inputs are written late: a kernel on another stream would read zeros."""
     late = in_new_memory(call.args)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -107,11 +107,11 @@ def on_a_side_stream(call: Call) -> _Results:
 
 
 def in_a_graph(call: Call) -> _Results:
-    """Captured with zeros as inputs, and replayed twice with the inputs."""
+    """In a CUDA graph that is captured and replayed with zeros as inputs, then replayed with the call's inputs."""
     places = in_new_memory(call.args)
     graph = torch.cuda.CUDAGraph()
     if call.same_way:
-        call.run(places)  # the libraries that modules use start up at the first call
+        call.run(places)  # initializes the libraries that modules use
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         results = call.run(places)
@@ -126,7 +126,7 @@ Way = Callable[[Call], _Results]
 
 
 def ways(call: Call, seed: int, device: torch.device) -> tuple[Way, Way]:
-    """The two ways in which a call is made."""
+    """The two ways in which a call is made, chosen by its seed."""
     if device.type == "cpu":
         return plainly, plainly
     source = random.Random(f"ways {seed}")
@@ -139,7 +139,7 @@ def ways(call: Call, seed: int, device: torch.device) -> tuple[Way, Way]:
 
 
 def make_and_judge(call: Call, seed: int, device: torch.device) -> None:
-    """Makes a call in two ways and raises an error if a result is wrong."""
+    """Makes a call in two ways. Raises AssertionError or SoakError if a result is wrong."""
     before = {name: value for name, value in call.args.items() if isinstance(value, Tensor)}
     before = {n: whole(t).clone() for n, t in before.items() if t.untyped_storage().nbytes() <= _COPIED}
     first, second = ways(call, seed, device)
@@ -183,7 +183,7 @@ class Soak:
     too_large: Counter[str] = field(default_factory=Counter)
 
     def call(self, target: str, seed: int) -> None:
-        """Makes one call; counts it, and prints what is wrong with it."""
+        """Makes one call, counts it, and prints its errors."""
         begin = time.monotonic()
         self.what = f"{target}: its arguments are made"
         self.command = f"python tests/soak.py --op {target} --seed {seed} --device {self.device.type}"
@@ -216,7 +216,7 @@ class Soak:
             timer.cancel()
 
     def _end(self) -> None:
-        """Only the end of the process stops a kernel that hangs."""
+        """Ends the process: nothing else stops a kernel that hangs."""
         limit = f"more than {self.seconds_per_call:g} s"
         print(f"\nHANGS, {limit}: {self.what}\n  repeat: {self.command}", flush=True)
         os._exit(2)
@@ -227,7 +227,7 @@ class Soak:
         print(f"\nFAILED {self.what}\n  {text}\n  repeat: {self.command}", flush=True)
 
     def _end_if_broken(self) -> None:
-        """After an error such as an illegal address, no later result of the process on the GPU can be trusted."""
+        """Ends the process after an error such as an illegal address, after which it cannot use the GPU any more."""
         if self.device.type != "cuda":
             return
         try:
@@ -253,7 +253,7 @@ class Soak:
 
 
 def seed_of(base: int, count: int) -> int:
-    """The seed of the call number `count`."""
+    """The seed of call number `count`."""
     digest = hashlib.blake2b(f"{base} {count}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 

@@ -1,4 +1,4 @@
-"""`run_if_installed.py TOOL ARGUMENTS`: runs a tool that is installed with this Python, or says that it is missing."""
+"""`run_if_installed.py TOOL ARGUMENTS`: runs a tool of this Python's environment, or says that it is not installed."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
-"""Times dsa::block_select beside PyTorch's sort or topk of the same scores, plain and compiled; writes its results.
+"""Times dsa::block_select and PyTorch's sort or topk of the same scores, plain and compiled; writes its results.
 
-The peers order the scores and no more: they neither count what is kept nor list it by id. Scores are probabilities of a
-coarse attention of 12 heads. Some rows of every case are compared with the reference's before it is timed.
+The peers only order the scores: they neither count the blocks to keep nor list them by id. Scores are probabilities of
+coarse attention with 12 heads. Some rows of every case are compared with the reference before it is timed.
 """
 
 from collections.abc import Iterator

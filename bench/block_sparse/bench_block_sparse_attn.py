@@ -1,8 +1,8 @@
-"""Times dsa::block_sparse_attn_fwd beside its peers; writes its results file and plot.
+"""Times dsa::block_sparse_attn_fwd; writes its results file, with the peers' figures, and plot.
 
-12 heads of 128 columns, bf16; every block of queries lists as many blocks of keys, drawn at random, in ascending order.
-TFLOP/s count 4 * 64 * 64 * 128 for each listed block. Some rows of every case are checked against the reference in
-float64 before it is timed.
+12 heads of 128 columns, bf16. Every block of queries lists the same number of blocks of keys, drawn at random, in
+ascending order. TFLOP/s count 4 * 64 * 64 * 128 for each listed block. Some rows of every case are checked against the
+reference in float64 before it is timed.
 """
 
 from collections.abc import Iterator
@@ -38,13 +38,13 @@ class Spec:
     queries: int
     keys: int
     sparsity: int  # percent of the blocks that are not listed
-    peer: tuple[str, str] | None = None  # its figures' key and case
-    sizes: bool = False  # blocks of keys have 32 to 64 valid ones
+    peer: tuple[str, str] | None = None  # key and case of its figure in peers_h200.json
+    sizes: bool = False  # each block of keys has 32 to 64 valid keys
     compare_to: str | None = None  # a case to divide this one's time by
 
 
 def self_attention() -> Iterator[tuple[int, int]]:
-    """Tokens, and percent of the blocks that are not listed, of attention among all tokens."""
+    """Self-attention cases: the number of tokens, and the percent of the blocks that are not listed."""
     for tokens in (8192, 16384, 23296, 32768, 65536, 131072):
         for sparsity in (99, 90, 50, 1) if tokens < 131072 else (99, 90):
             yield tokens, sparsity
@@ -64,7 +64,7 @@ def specs() -> Iterator[Spec]:
 
 
 def draw(queries: int, keys: int, sparsity: int, generator: torch.Generator) -> tuple[list[Tensor], Tensor, Tensor]:
-    """q, k and v; the listed blocks and their number."""
+    """[q, k, v], and the listed blocks with their number."""
     tensors = [
         torch.randn(1, HEADS, n, COLUMNS, generator=generator, device="cuda", dtype=torch.bfloat16)
         for n in (queries, keys, keys)

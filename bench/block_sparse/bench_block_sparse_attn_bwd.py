@@ -1,7 +1,7 @@
-"""Times dsa::block_sparse_attn_bwd, its transposed lists included, beside its peers; writes its results file and plot.
+"""Times dsa::block_sparse_attn_bwd, including its transposed lists; writes its results, with peers' figures, and plot.
 
-As bench_block_sparse_attn.py has it. TFLOP/s count five matmuls, 10 * 64 * 64 * 128 for each listed block. Gradients of
-some rows of every case are checked against the reference in float64 before it is timed.
+Shapes and lists are those of bench_block_sparse_attn.py. TFLOP/s count five matmuls, 10 * 64 * 64 * 128 for each listed
+block. Gradients of some rows of every case are checked against the reference in float64 before it is timed.
 """
 
 from collections.abc import Iterator

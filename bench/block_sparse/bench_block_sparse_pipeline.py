@@ -1,11 +1,11 @@
 """Times block-sparse attention from q, k and v to its fused output, stage by stage; writes its results file and plot.
 
-12 heads of 128 columns, bf16, as dsa_ext.nn.BlockSparseAttention has them behind its projections, [B, N, H, D] in
-memory. prefill is attention among all tokens. decode brings 64 tokens to a cache, which appends them, pools their
-blocks, and lets them attend to everything in it. `attend` is coarse attention to fusion, one after another, `whole` all
-stages, `graph` the same as one CUDA graph. The last block of queries is checked against the references in float64
-before anything is timed. How the reference pipeline was timed is not recorded: its figures stand beside ours without a
-ratio.
+12 heads of 128 columns, bf16, [B, N, H, D] in memory, as after the projections of dsa_ext.nn.BlockSparseAttention.
+`prefill` is self-attention of all tokens. `decode` adds 64 tokens to a cache: it appends them, pools their blocks, and
+lets them attend to everything in the cache. `attend` runs the stages from coarse attention to fusion one after another,
+`whole` runs all stages, and `graph` runs all stages as one CUDA graph. The last block of queries is checked against the
+references in float64 before anything is timed. It is not recorded how the reference pipeline was timed, so its figures
+are listed without a ratio.
 """
 
 import functools
@@ -35,7 +35,7 @@ OP = "block_sparse_pipeline"
 HEADS, COLUMNS, TOKENS = 12, 128, 23296
 STAGES = ("pool", "append", "coarse", "select", "fine", "fusion", "attend", "whole", "graph")
 OPERATORS = ["coarse_attn_fwd", "block_select", "block_sparse_attn_fwd", "gated_fusion_fwd"]
-#: Stages of the reference pipeline, by ours.
+#: For each stage here, the corresponding stages of the reference pipeline.
 PEERS = {"select": ("selection", "map_to_index"), "fine": ("kernel",), "fusion": ("fusion",)}
 PEERS |= dict.fromkeys(("whole", "graph"), ("total",))
 
@@ -65,7 +65,7 @@ def specs() -> Iterator[Spec]:
 
 @functools.cache
 def calls(queries: int, topk: int) -> dict[str, Callable[[], object]]:
-    """What to call for each stage, with what the stages before it have made."""
+    """The call of each stage, on the results of the stages before it."""
     torch.manual_seed(1)
     sizes = {"head_dim": COLUMNS, "mode": "topk", "topk": topk}
     layer = BlockSparseAttention(64, HEADS, **sizes, device="cuda", dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def check(
     lists: tuple[Tensor, Tensor],
     gate: Tensor,
 ) -> None:
-    """The last block of queries against the references in float64; both branches and their sum are rounded."""
+    """Checks the last block of queries against the references in float64. Both branches and their sum are rounded."""
     last = slice(-BLOCK, None)
     q, gate = q[:, :, last].double(), gate[..., last].double()
     coarse, *_ = reference.coarse_attn_fwd(q, *(t.double() for t in pooled))

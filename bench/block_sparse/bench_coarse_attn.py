@@ -1,7 +1,7 @@
-"""Times dsa::coarse_attn_fwd beside plain and compiled PyTorch; writes its results file and plot.
+"""Times dsa::coarse_attn_fwd and plain and compiled PyTorch; writes its results file and plot.
 
 12 heads of 128 columns, bf16. The peer is scaled_dot_product_attention for the output, and a matmul, softmax and mean
-for the scores, in bf16. TFLOP/s count 4 * 128 for each query and key, though the kernel computes 6 * 128. A head of
+for the scores, in bf16. TFLOP/s count 4 * 128 for each query and key, though the kernel computes 6 * 128. One head of
 every case is checked against the reference in float64 before it is timed, and the peers' results against ours.
 """
 

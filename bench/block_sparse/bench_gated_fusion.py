@@ -1,8 +1,8 @@
-"""Times dsa_ext.gated_fusion and its backward beside plain and compiled PyTorch; writes its results file and plot.
+"""Times dsa_ext.gated_fusion and its backward, and plain and compiled PyTorch; writes its results file and plot.
 
-12 heads of 128 columns, bf16, as a module has them: [B, N, H, D] in memory, the gate a transposed view of [B, N, H].
-Backwards go through autograd, ours like the peers'. TB/s count what is read and written once each. Ours and the peers
-are checked against the reference in float64 before they are timed.
+12 heads of 128 columns, bf16, in the layout of a module: [B, N, H, D] in memory, the gate a transposed view of
+[B, N, H]. Backwards run through autograd, ours and the peers'. TB/s count every tensor that is read or written once.
+Ours and the peers are checked against the reference in float64 before they are timed.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,8 +56,8 @@ def plain(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
 
 
 def backward_of(forward: Callable[..., Tensor], leaves: tuple[Tensor, ...], dout: Tensor) -> Callable[[], object]:
-    """The backward alone, which can be repeated."""
-    with functorch_config.patch(donated_buffer=False):  # else compiled ones cannot
+    """Only the backward, which can be repeated."""
+    with functorch_config.patch(donated_buffer=False):  # otherwise compiled ones cannot be repeated
         out = forward(*leaves)
         torch.autograd.grad(out, leaves, dout, retain_graph=True)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

@@ -1,8 +1,8 @@
-"""Times dsa::act_quant beside its peer; writes its results file and plot.
+"""Times dsa::act_quant; writes its results file, with the peer's figures, and plot.
 
-Rows of bf16. TB/s count what is read and written once each. `rotating` cases are calls in a graph, each with another
-input. Each time is compared with that of `copy`, PyTorch's copy of a tensor of as many bytes in all. Every case is
-checked bit by bit against the reference on the CPU before it is timed.
+Rows of bf16. TB/s count every tensor that is read or written once. `rotating` cases are calls in one CUDA graph, each
+with another input. Each time is compared with that of `copy`, PyTorch's copy of a tensor that moves as many bytes in
+all. Every case is checked bit by bit against the reference on the CPU before it is timed.
 """
 
 from collections.abc import Iterator

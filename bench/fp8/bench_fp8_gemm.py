@@ -1,9 +1,9 @@
-"""Times dsa::fp8_gemm beside PyTorch's scaled_mm with the same block scales; writes its results file and plot.
+"""Times dsa::fp8_gemm and PyTorch's scaled_mm with the same block scales; writes its results file and plot.
 
-M x N x K, operands quantised by act_quant and prepare_weight. The library is timed here, in turn with ours; where it
-wants rows in fours and there is one, it gets four. `rotating` cases are calls in a graph, each with another weight.
-`quantised` times act_quant and the product, as a multiple of the product's time. Every case is checked against float64
-on dequantised operands before it is timed.
+M x N x K, operands quantized by act_quant and prepare_weight. scaled_mm is timed here too, alternating with ours. It
+gets four rows where the case has one, since it requires a multiple of four. `rotating` cases are calls in one CUDA
+graph, each with another weight. `quantised` cases time act_quant and the matmul, as a multiple of the matmul's time.
+Every case is checked against float64 on dequantized operands before it is timed.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def check(args: tuple[Tensor, ...]) -> float:
 
 
 def in_turn(ours: Callable[[], object], peers: Callable[[], object]) -> tuple[float, float]:
-    """Milliseconds of both: the means of three measurements, since the clock drifts as the chip grows warm."""
+    """Milliseconds of both: means of three alternating measurements, since the clock drifts as the chip grows warm."""
     pairs = [(measure_ms(ours), measure_ms(peers)) for _ in range(3)]
     return fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)
 

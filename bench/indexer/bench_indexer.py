@@ -1,8 +1,8 @@
-"""Times dsa::indexer_logits, topk_select and indexer_topk beside the peers' figures; writes their results and plots.
+"""Times dsa::indexer_logits, topk_select and indexer_topk; writes their results, with the peers' figures, and plots.
 
-Queries are the last of the keys and see those up to their own. Some queries or rows of every case, spread over all, are
-checked before it is timed: logits against the reference in float64, selections for equality with the reference's, of
-the same logits.
+The queries are the last tokens of the sequence; each sees the keys up to its own. Some queries or rows of every case,
+spread over all, are checked before it is timed: logits against the reference in float64, selections for equality with
+the reference's selection from the same logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,7 +63,7 @@ class Selection:
     rows: int
     columns: int
     dtype: torch.dtype = torch.float32
-    kind: str = "normal"  # or ascending, or logits: those of the indexer
+    kind: str = "normal"  # or ascending, or logits: those of indexer_logits
     peer: str | None = None  # the name of its figures in peers_h200.json
 
     def args(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def topk_specs() -> Iterator[Scoring]:
 
 
 def peer_tflops(heads: int, s_kv: int) -> tuple[str, float]:
-    """The best figure of that shape."""
+    """The best peer and its figure for this shape."""
     if (heads, s_kv) == (32, 4096):
         return peer_figure("indexer_logits", "deepgemm_h32", "4096")
     return peer_figure("indexer_logits", f"deepgemm_patched_h{heads}", str(s_kv))
@@ -136,7 +136,7 @@ def flops_of(spec: Scoring, inputs: IndexerInputs) -> int:
 
 
 def checked_rows(count: int) -> slice:
-    """Some, evenly spread; the last is among them."""
+    """Some rows, evenly spread, including the last one."""
     step = -(-count // CHECKED_ROWS)
     return slice((count - 1) % step, None, step)
 
@@ -244,7 +244,7 @@ def plot_topk(cases: list[Case], path: Path) -> None:
         axis.legend(loc="upper right")
 
 
-#: Of each operator what is measured, and how it is measured and drawn.
+#: For each operator its specs, and the functions that measure and plot them.
 BENCHMARKS: dict[str, tuple[Callable[[], Iterator[Any]], Callable[..., Case], Callable[[list[Case], Path], None]]] = {
     "indexer_logits": (logits_specs, measure_logits, plot_logits),
     "topk_select": (select_specs, measure_select, plot_select),

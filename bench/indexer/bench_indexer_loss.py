@@ -1,4 +1,4 @@
-"""Times dsa::indexer_loss; with autograd around it, beside plain and compiled PyTorch; writes its results and plot.
+"""Times dsa::indexer_loss, and with autograd also plain and compiled PyTorch; writes its results and plot.
 
 Every case is checked against the reference in float64 before it is timed, and the peers' gradients against ours. TB/s
 count the scores, p and the gradient once each.

@@ -1,9 +1,8 @@
 """Times dsa::indexer_scores, its gradient, and the indexer's training on all keys; writes its results file and plot.
 
-Every case is checked against the reference in float64 before it is timed. "Training" is a sequence of
-4096 tokens: each query lists up to 2048 random keys of those before it. Elsewhere ids are random, distinct and
-ascending, as the selector returns them, unless a name says otherwise; random lists have fewer keys in common than those
-of neighbouring tokens.
+Every case is checked against the reference in float64 before it is timed. "Training" is a sequence of 4096 tokens: each
+query lists up to 2048 random keys of those before it. Elsewhere ids are random, distinct and ascending, as topk_select
+returns them, unless a name says otherwise. Random lists have fewer keys in common than those of neighboring tokens.
 """
 
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from dsa_ext.testing.tolerances import FP32_SIMILARITY, SIMILARITY, similarity_e
 
 OP = "indexer_scores"
 SEQ, TOPK, DIM, DENSE_SEQ = 4096, 2048, 128, 8192
-#: The loss over all keys is made of the last four.
+#: The loss over all keys is composed of the last four.
 OPERATORS = [
     "indexer_scores",
     "indexer_scores_bwd",
@@ -125,7 +124,7 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
 
 
 def measure_all_keys(spec: Spec) -> Case:
-    """Causal, of one sequence: the gradient of indexer_logits, or a step of the dense warm-up with 128 heads."""
+    """One causal sequence: the gradient of indexer_logits, or a step of the dense warm-up with 128 heads."""
     index = make_indexer_inputs(DENSE_SEQ, DENSE_SEQ, spec.heads, DIM, dtype=torch.bfloat16, device="cuda")
     leaves = (index.q, index.k, index.weights)
     args: dict[str, object] = {"S": DENSE_SEQ, "S_kv": DENSE_SEQ, "Hi": spec.heads, "Di": DIM}

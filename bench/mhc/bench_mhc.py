@@ -1,8 +1,8 @@
-"""Times hyper-connections and their gradients beside their peers; writes its results file and plot.
+"""Times the hyper-connection operators and their gradients; writes their results, with the peers' figures, and plot.
 
-4096 tokens of 4 streams, bf16. TB/s count what must be read and written once each. Results are checked against the
-reference in float64 before they are timed, but for the gradient of h_res: of weights that have converged it is a
-difference of large numbers, and tests bound its error.
+4096 tokens of 4 streams, bf16. TB/s count every tensor that must be read or written once. Results are checked against
+the reference in float64 before they are timed, except for the gradient of h_res: once the weights have converged, it is
+a difference of large numbers. Tests bound its error.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ OP = "mhc"
 OPERATORS = ["mhc_pre_fwd", "mhc_pre_bwd", "mhc_post_fwd", "mhc_post_bwd"]
 TOKENS, STREAMS = 4096, 4
 CALLS = ("pre_fwd", "pre_bwd", "post_fwd", "post_bwd")
-#: Rows of columns that each moves a token: of x's size, and of one stream's.
+#: What each operator moves per token: multiples of the size of x, and of the size of one stream.
 MOVED = {"pre_fwd": (1, 1), "pre_bwd": (2, 1), "post_fwd": (2, 1), "post_bwd": (3, 2)}
 
 

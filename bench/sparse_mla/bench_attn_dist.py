@@ -1,7 +1,7 @@
-"""Times dsa::attn_dist beside the peers' figures; writes its results file and plot.
+"""Times dsa::attn_dist; writes its results file, with the peers' figures, and plot.
 
 Every case is checked against the reference in float64 before it is timed. Ids are random and distinct, all slots
-count (causal=False), and lse is that of sparse_mla_fwd.
+are used (causal=False), and lse is that of sparse_mla_fwd.
 """
 
 from collections.abc import Iterator

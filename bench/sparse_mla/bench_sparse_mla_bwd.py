@@ -1,4 +1,7 @@
-"""Times dsa::sparse_mla_bwd (rows, sums of dkv and their rounding) beside its peers; writes its results and plot."""
+"""Times dsa::sparse_mla_bwd (rows, sums of dkv and their rounding); writes its results and plot.
+
+The peers' figures are those of peers_h200.json.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

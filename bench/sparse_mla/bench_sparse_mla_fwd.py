@@ -1,7 +1,7 @@
-"""Times dsa::sparse_mla_fwd beside the peers' figures and plain PyTorch; writes its results file and plot.
+"""Times dsa::sparse_mla_fwd and plain PyTorch; writes its results file, with the peers' figures, and plot.
 
-Every case is checked against the reference in float64 before it is timed. Ids are random and distinct, all slots
-count (causal=False), except in the prefill cases, where a query lists ascending ids of the keys before it.
+Every case is checked against the reference in float64 before it is timed. Ids are random and distinct, and all slots
+are used (causal=False), except in the prefill cases, where a query lists ascending ids of the keys before it.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ SDPA_CHUNK = 256  # queries whose keys the PyTorch baseline gathers at a time: 0
 
 @dataclass(frozen=True)
 class Spec:
-    """One measurement, of the op or of a baseline."""
+    """One measurement, of the operator or of a baseline."""
 
     group: str
     name: str
@@ -51,7 +51,7 @@ class Spec:
     d_qk: int = 576
     topk: int = 2048
     prefill: bool = False
-    peer: tuple[str, str] | None = None  # where its figure stands in peers_h200.json
+    peer: tuple[str, str] | None = None  # key and case of its figure in peers_h200.json
     compare_to: str | None = None  # a case to divide this one's time by
     baseline: Callable[[Inputs], Tensor] | None = None
 
@@ -65,9 +65,9 @@ def pytorch_reference(inputs: Inputs) -> Tensor:
 
 
 def gather_and_sdpa(inputs: Inputs) -> Tensor:
-    """What PyTorch offers without this package: gather the keys of some queries, then SDPA with heads as its rows.
+    """Sparse attention in plain PyTorch: gathers the keys of some queries, then calls SDPA with the heads as its rows.
 
-    It is spared the mask: in its case every slot counts.
+    It needs no mask, since every slot is used in its case.
     """
     q, kv, indices = inputs.q[0], inputs.kv[0, :, 0], inputs.indices[0, :, 0]
     out = q.new_empty(*q.shape[:2], D_V)
@@ -108,7 +108,7 @@ def inputs_of(spec: Spec) -> Inputs:
 
 
 def checked_errors(inputs: Inputs, causal: bool) -> dict[str, float]:
-    """Errors of some queries spread over the whole call; beyond the tolerances, an exception."""
+    """Errors of some queries spread over the whole call. Raises AssertionError if they exceed the tolerances."""
     out, lse = ours(inputs, causal)
     seq = inputs.q.shape[1]
     rows = torch.linspace(0, seq - 1, min(CHECKED_QUERIES, seq), device="cuda").long()
@@ -118,7 +118,7 @@ def checked_errors(inputs: Inputs, causal: bool) -> dict[str, float]:
 
 
 def placements(inputs: Inputs) -> Iterator[Inputs]:
-    """The inputs at three places in memory: the L2 keeps some better than others when they nearly fill it."""
+    """The inputs at three places in memory: inputs that nearly fill the L2 are cached better at some than at others."""
     yield inputs
     for megabytes in (37, 101):
         padding = torch.empty(megabytes * 2**20, dtype=torch.uint8, device="cuda")
@@ -150,7 +150,7 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
 
 
 def measure_host() -> Case:
-    """Microseconds until the public function returns, on work so small that the GPU keeps up."""
+    """Host time: microseconds until the public function returns, with so little work that the GPU keeps up."""
     inputs = make_inputs(seq=1, s_kv=64, heads=16, topk=64, device="cuda")
     microseconds = host_us(lambda: dsa_ext.sparse_mla(inputs.q, inputs.kv, inputs.indices))
     args = {"B": 1, "S": 1, "S_kv": 64, "H": 16, "G": 1, "K": 64, "d_qk": 576, "d_v": D_V, "causal": True}

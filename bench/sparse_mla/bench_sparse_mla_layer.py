@@ -1,14 +1,15 @@
-"""Times training steps of dsa_ext.nn.SparseMLA beside dense attention in PyTorch; writes its results file and plot.
+"""Times training steps of dsa_ext.nn.SparseMLA and of dense attention in PyTorch; writes its results file and plot.
 
-Sizes are DeepSeek-V3.2's: 128 heads, hidden_size 7168, q_lora_rank 1536, an indexer of 64 heads of 128 columns, 2048
-keys a query; with 64 and 16 heads hidden_size is 4096 and 2048. The indexer stays as it is, so that cases of one length
-select at the same cost. A step is the forward with the indexer's loss, and the gradients of all parameters and of the
-input, in bf16; its median is taken of as many steps as a second holds, at most ten.
+Sizes are those of DeepSeek-V3.2: 128 heads, hidden_size 7168, q_lora_rank 1536, an indexer of 64 heads of 128 columns,
+2048 keys per query; with 64 and 16 heads hidden_size is 4096 and 2048. The indexer is the same in all cases, so that
+cases of one length have the same cost of selection. A step is the forward with the indexer's loss, and the gradients of
+all parameters and of the input, in bf16. The time is the median of as many steps as fit in a second, at most ten.
 
-The peer is dense_layer: the same parameters in multi-head form, without an indexer. A query below 2048 reads all its
-keys in both, so that these rows are checked against each other in every case.
+The peer is dense_layer: the same parameters in multi-head form, without an indexer. A query at a position below 2048
+reads all its keys in both, so these rows are checked against each other in every case.
 
-glue is what the layer's step takes beyond its operators and matmuls, which are timed one by one where they stand.
+`glue` is the part of the layer's step that is not spent in its operators and matmuls, each of which is timed within the
+step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +33,10 @@ OPERATORS += ["indexer_scores_bwd", "sparse_mla_bwd"]
 TOPK = 2048
 HIDDEN_SIZE = {128: 7168, 64: 4096, 16: 2048}
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm_.default)
-#: Some 10 ms, in which the host gets ahead of the GPU, as it is between the layers of a model.
+#: About 10 ms, in which the host gets ahead of the GPU, as it is between the layers of a model.
 LEAD_CYCLES = 20_000_000
-#: PyTorch's attention, the fastest first. Flash attention wants values as wide as keys; cuDNN does not, but in versions
-#: that take no heads of 192 columns.
+#: PyTorch's attention backends, the fastest first. Flash attention requires values as wide as keys. cuDNN does not, but
+#: some versions support no heads of 192 columns.
 BACKENDS = {"cuDNN": (SDPBackend.CUDNN_ATTENTION, False), "flash": (SDPBackend.FLASH_ATTENTION, True)}
 
 Times = dict[str, float]
@@ -61,9 +62,9 @@ def specs() -> Iterator[Spec]:
 
 
 def dense_layer(layer: SparseMLA, x: Tensor, *, pad_values: bool = False) -> Tensor:
-    """What `layer` computes in its dense phase, in plain PyTorch: keys and values of each head, not absorbed.
+    """What `layer` computes in its dense phase, in plain PyTorch: with keys and values per head, not absorbed.
 
-    `pad_values` widens values to the columns of keys with zeros.
+    `pad_values` pads values with zeros to the columns of keys.
     """
     rope_dim, heads = layer.rope_dim, layer.heads
     positions = torch.arange(x.shape[1], device=x.device)
@@ -90,7 +91,7 @@ def dense_layer(layer: SparseMLA, x: Tensor, *, pad_values: bool = False) -> Ten
 
 @dataclass(frozen=True)
 class Step:
-    """A training step: `forward` returns what the layer makes, and a loss if it has one."""
+    """A training step: `forward` returns the layer's output, and a loss if it has one."""
 
     forward: Callable[[], tuple[Tensor, ...]]
     leaves: Sequence[Tensor]
@@ -100,7 +101,7 @@ class Step:
         torch.autograd.grad(results, self.leaves, [self.dout, *[None] * (len(results) - 1)])
 
     def first_rows(self) -> Tensor:
-        """The first TOPK rows of the output, of a whole step."""
+        """Runs a whole step and returns the first TOPK rows of the output."""
         results = self.forward()
         self.backward(results)
         return results[0].detach()[:, :TOPK].clone()
@@ -124,7 +125,7 @@ class Step:
 
 
 class OperatorTimes(TorchDispatchMode):
-    """Times the operators of dsa, and matmuls, that are called in its scope; all other work is glue."""
+    """Times the operators of torch.ops.dsa and the matmuls that are called in its scope; all other work is glue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ def total(times: Times) -> float:
 
 
 def median(sample: Callable[[], Times]) -> Times:
-    """The sample whose total is the median of as many as a second holds, at most ten."""
+    """The sample with the median total, of as many samples as fit in a second, at most ten."""
     samples: list[Times] = []
     while len(samples) < 10 and sum(map(total, samples)) < 1000:
         samples.append(sample())
@@ -164,7 +165,7 @@ def median(sample: Callable[[], Times]) -> Times:
 class Measured:
     rows: Tensor
     times: Times
-    peak_mb: float  # beside what was there before the step
+    peak_mb: float  # in addition to what was allocated before the step
 
     def fields(self, prefix: str = "") -> dict[str, float]:
         times = {f"{prefix}{name}_ms": round(ms, 4) for name, ms in self.times.items()}
@@ -186,7 +187,7 @@ def dense_step(layer: SparseMLA, x: Tensor, dout: Tensor, pad_values: bool) -> S
 
 
 def measure_dense(layer: SparseMLA, x: Tensor, dout: Tensor) -> tuple[str, Measured] | None:
-    """The first backend that takes these heads, and its figures; None if the memory does not suffice."""
+    """The first backend that supports these heads, and its figures; None if the GPU runs out of memory."""
     refusals = []
     for name, (backend, pad_values) in BACKENDS.items():
         try:

@@ -1,6 +1,6 @@
-"""The public functions: typed and documented fronts of `torch.ops.dsa.*`.
+"""The public functions: typed and documented wrappers of `torch.ops.dsa.*`.
 
-They are those that the modules of the families define.
+`__all__` is collected from the modules of the operator families.
 """
 
 from dsa_ext import ops as ops  # registers torch.ops.dsa.*

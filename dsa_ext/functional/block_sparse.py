@@ -1,4 +1,4 @@
-"""Attention between blocks of queries and of keys, coarse attention, block selection, and the fusion of branches."""
+"""Block-sparse attention, coarse attention, block selection and gated fusion."""
 
 from typing import Literal, overload
 
@@ -45,35 +45,35 @@ def block_sparse_attn(
     sm_scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of blocks of 64 queries to the blocks of 64 keys that each lists.
+    """Block-sparse attention: each block of 64 queries attends to the blocks of 64 keys that it lists.
 
     Query n of head h belongs to block m = n // 64 and attends to the valid keys of the blocks q2k_index[b, h, m, i],
     i < q2k_num[b, h, m]::
 
         lse = log(sum_t exp(sm_scale * q.k_t)),    out = sum_t exp(sm_scale * q.k_t - lse) * v_t
 
-    Valid keys of block j are its first kv_block_size[j], as far as k reaches. Ids outside [0, Mkv) name no block, and
-    keys that no query may see are never read; a query that sees none has out = 0, lse = -inf and zero gradients. A
-    block that is listed twice counts twice.
+    The valid keys of block j are its first kv_block_size[j], up to the end of k. Ids outside [0, Mkv), where
+    Mkv = ceil(Nkv / 64), are skipped. Keys that no query may see are never read. A query that sees no key has out = 0,
+    lse = -inf and zero gradients. A block that is listed twice counts twice.
 
     Args:
         q: queries [B, H, Nq, D], bf16. On the CPU also fp32 and float64. D is 64 or 128.
-        k, v: keys and values [B, Hkv, Nkv, D], like q. Head h of q reads head h // (H / Hkv). Nq and Nkv are any
-            numbers; the last blocks may be shorter.
+        k, v: keys and values [B, Hkv, Nkv, D], like q. Head h of q reads head h // (H / Hkv). Nq and Nkv are
+            arbitrary; the last blocks may be shorter.
         q2k_index: ids of the listed blocks of keys [B, H, ceil(Nq / 64), M], int32, in any order.
-        q2k_num: how many leading slots are in use [B, H, ceil(Nq / 64)], int32.
-        kv_block_size: valid keys of each block [ceil(Nkv / 64)], int32, 0 to 64; all by default.
+        q2k_num: number of leading slots in use [B, H, ceil(Nq / 64)], int32.
+        kv_block_size: number of valid keys per block [ceil(Nkv / 64)], int32, 0 to 64; all by default.
         sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default.
         return_lse: return lse as well.
 
     Returns:
-        out, like q, its layout included (as torch.empty_like makes it); with `return_lse` also lse [B, H, Nq], fp32
-        (float64 for float64 inputs), natural logarithm. Both are differentiable with respect to q, k and v (once),
-        bitwise repeatably.
+        out, with the shape, dtype and memory layout of q (that of torch.empty_like(q)); with `return_lse` also
+        lse [B, H, Nq], fp32 (float64 for float64 inputs), natural logarithm. Both are differentiable (once) with
+        respect to q, k and v. The gradients are bitwise repeatable.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when there is no kernel for the GPU.
     """
     args = (q, k, v, q2k_index, q2k_num, kv_block_size, sm_scale)
     result: tuple[Tensor, Tensor] = torch.ops.dsa.block_sparse_attn_fwd.default(*args)
@@ -81,10 +81,10 @@ def block_sparse_attn(
 
 
 def coarse_attn(q: Tensor, k: Tensor, v: Tensor, *, sm_scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Attention to pooled keys, and how much of it each of them gets from a block of 64 queries.
+    """Attention to pooled keys, with the mean attention weights of each block of 64 queries.
 
-    With keys and values that stand for a block each, this is the coarse half of block-sparse attention: an output of
-    its own, and the weights from which :func:`block_select` takes the blocks that are to be looked at closely::
+    With one pooled key and value per block, this is the coarse branch of block-sparse attention. It returns an output
+    of its own, and the scores from which :func:`block_select` selects the blocks for the fine branch::
 
         p_nt = exp(sm_scale * q_n.k_t) / sum_t exp(sm_scale * q_n.k_t)
         out_n = sum_t p_nt * v_t,    scores_mt = mean of p_nt over the queries n of block m
@@ -92,17 +92,17 @@ def coarse_attn(q: Tensor, k: Tensor, v: Tensor, *, sm_scale: float | None = Non
     Args:
         q: queries [B, H, Nq, D], bf16. On the CPU also fp32 and float64. D is 64 or 128.
         k, v: pooled keys and values [B, Hkv, Nkv, D], like q. Head h of q reads head h // (H / Hkv). Nq and Nkv are
-            any numbers; the last block of queries may be shorter.
+            arbitrary; the last block of queries may be shorter.
         sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default.
 
     Returns:
-        out, like q, its layout included: 0 where there are no keys; and scores [B, H, ceil(Nq / 64), Nkv], fp32
-        (float64 for float64 inputs). Only out is differentiable, with respect to q, k and v (once). Both are bitwise
-        repeatable.
+        out, with the shape, dtype and memory layout of q, 0 if there are no keys; and scores
+        [B, H, ceil(Nq / 64), Nkv], fp32 (float64 for float64 inputs). Only out is differentiable (once), with respect
+        to q, k and v. Both are bitwise repeatable.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when there is no kernel for the GPU.
     """
     out, _, scores = torch.ops.dsa.coarse_attn_fwd.default(q, k, v, sm_scale)
     return out, scores
@@ -118,45 +118,47 @@ def block_select(
     min_ratio: float = 0.05,
     max_ratio: float = 0.5,
 ) -> tuple[Tensor, Tensor]:
-    """The blocks of keys that each block of queries is to attend to: lists for :func:`block_sparse_attn`.
+    """Selects the blocks of keys that each block of queries attends to: the lists for :func:`block_sparse_attn`.
 
-    A row of scores weighs the blocks. They are ordered by descending weight, equal ones by the lower id, and the first
-    `count` are kept::
+    A row of scores holds one weight per block of keys. Blocks are sorted by descending weight, ties by the lower id,
+    and the first `count` are kept::
 
         topk      count = topk
-        top_tau   count = the fewest whose weights sum to tau of the row's, at least min_blocks
+        top_tau   count = the smallest number whose weights sum to tau times the row's sum, at least min_blocks
         gini_tau  count = max(min_blocks, min(that number, ceil(ratio * Mkv)))
                   ratio = max_ratio - (max_ratio - min_ratio) * gini
 
-    and never more than Mkv. With x ascending and i from 1, ::
+    and never more than Mkv. gini is the Gini coefficient of the row, with its weights x in ascending order and i
+    from 1::
 
         gini = 2 * sum_i(i * x_i) / (Mkv * sum(x)) - (Mkv + 1) / Mkv
 
-    is 0 where all weights are equal, and near 1 where one has everything: what is concentrated needs fewer blocks.
-    A row without any weight keeps min_blocks.
+    It is 0 if all weights are equal, and near 1 if one block has all the weight: a concentrated row needs fewer blocks.
+    A row whose weights are all 0 keeps min_blocks.
 
-    What is negative or NaN weighs 0, and +inf as much as the largest finite number of fp32. Sums are of integers, the
-    weights rounded down to multiples of 2^-29 to 2^-30 of the row's largest, so that the result is exact, and the same
-    on every device.
+    A negative or NaN score counts as weight 0, +inf as the largest finite fp32 number. Sums are computed in integers,
+    from weights rounded down to multiples of 2^-29 to 2^-30 of the row's largest, so that the result is exact, and the
+    same on every device.
 
     Args:
-        scores: weights [B, H, Mq, Mkv], fp32 or bf16, such as the probabilities of a coarse attention; they need not
-            sum to 1. Mkv is at most 16384.
-        mode: what decides how many are kept.
-        topk: how many in mode "topk", from 1; it may exceed Mkv. None in the others.
-        tau: which share of a row's weight to keep, above 0 and at most 1.
-        min_blocks: how many to keep at least, from 0; it may exceed Mkv.
-        min_ratio, max_ratio: which share of the blocks is the limit of a row with gini 1 and with gini 0, ascending,
-            from 0 to 1.
+        scores: weights [B, H, Mq, Mkv], fp32 or bf16, such as the scores of :func:`coarse_attn`; they need not sum
+            to 1. Mkv is at most 16384.
+        mode: how the number of blocks is determined.
+        topk: number of blocks in mode "topk", at least 1; it may exceed Mkv. None in the other modes.
+        tau: fraction of a row's total weight to keep, above 0 and at most 1.
+        min_blocks: minimum number of blocks to keep, at least 0; it may exceed Mkv.
+        min_ratio, max_ratio: maximum fraction of the blocks to keep in a row with gini 1 (min_ratio) and with gini 0
+            (max_ratio); 0 <= min_ratio <= max_ratio <= 1.
 
     Returns:
-        q2k_index [B, H, Mq, M], int32: the kept ids, ascending along a row, then -1; and q2k_num [B, H, Mq], int32: how
-        many. M is the most that any weights could keep, at least 1: min(topk, Mkv), Mkv, or
-        min(Mkv, max(min_blocks, ceil(max_ratio * Mkv))). Neither has a gradient.
+        q2k_index [B, H, Mq, M], int32: the ids of the kept blocks, ascending along a row, then -1; and
+        q2k_num [B, H, Mq], int32: their number. M is the largest number that any weights could keep, at least 1:
+        min(topk, Mkv) in mode "topk", Mkv in mode "top_tau", or min(Mkv, max(min_blocks, ceil(max_ratio * Mkv))) in
+        mode "gini_tau". Neither is differentiable.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when there is no kernel for the GPU.
     """
     if mode not in ("gini_tau", "top_tau", "topk"):
         raise RuntimeError(f"dsa::block_select: mode must be 'gini_tau', 'top_tau' or 'topk', got {mode!r}")
@@ -164,7 +166,7 @@ def block_select(
         expected = "a number" if mode == "topk" else "None"
         raise RuntimeError(f"dsa::block_select: topk must be {expected} in mode {mode!r}, got {topk}")
     if mode == "top_tau":
-        min_ratio = max_ratio = 1.0  # a limit that is none
+        min_ratio = max_ratio = 1.0  # no limit
     result: tuple[Tensor, Tensor] = torch.ops.dsa.block_select.default(
         scores, topk, tau, min_blocks, min_ratio, max_ratio
     )
@@ -172,7 +174,7 @@ def block_select(
 
 
 def gated_fusion(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
-    """The sum of two branches, weighted by a gate per head and token: what joins fine and coarse attention.
+    """Sum of two branches, weighted by a sigmoid gate per head and token: combines fine and coarse attention.
 
     ::
 
@@ -180,15 +182,15 @@ def gated_fusion(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
 
     Args:
         fine, coarse: [B, H, N, D], bf16. On the CPU also fp32 and float64. D is 64 or 128.
-        gate: [B, H, N], bf16 or fp32, with any strides; also float64 if fine is.
+        gate: [B, H, N], bf16 or fp32, with any strides; also float64 if `fine` is float64.
 
     Returns:
-        out, like `fine`, its layout included; computed in fp32. It is differentiable with respect to all three (once),
-        bitwise repeatably.
+        out, with the shape, dtype and memory layout of `fine`; computed in fp32. Differentiable (once) with respect to
+        all three arguments. The gradients are bitwise repeatable.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when there is no kernel for the GPU.
     """
     result: Tensor = torch.ops.dsa.gated_fusion_fwd.default(fine, coarse, gate)
     return result

@@ -18,37 +18,38 @@ def indexer_logits(
     k_scale: Tensor | None = None,
     clean: bool = True,
 ) -> Tensor:
-    """How much each query wants each key: the scores of the lightning indexer of DeepSeek-V3.2.
+    """Scores of the lightning indexer of DeepSeek-V3.2: how relevant each key is to each query.
 
     For query s and key t with starts[s] <= t < ends[s]::
 
         logits[s, t] = k_scale[t] * sum_h relu(q[s, h].k[t]) * weights[s, h]
 
-    and -inf for every other key, which is never read. Bounds may be any numbers: what lies outside [0, S_kv) names no
-    key, and a query whose bounds are inverted has an empty row. Sequences that are packed into one `k` are told apart
-    by their bounds.
+    and -inf for every other key, which is never read. Bounds may be any integers: positions outside [0, S_kv) are
+    skipped, and a query with starts[s] >= ends[s] sees no key. Sequences that are packed into one `k` are kept apart by
+    their bounds.
 
     Args:
         q: queries [S, Hi, Di]: float8_e4m3fn or bf16, on the CPU also fp32 and float64. Hi is 8, 16, 32 or 64; Di is 64
             or 128.
         k: keys [S_kv, Di], like q; all heads share them.
-        weights: weight of each head [S, Hi], fp32 (float64 for float64 inputs), any factor on q.k included: for
+        weights: weight per head [S, Hi], fp32 (float64 for float64 inputs), including any factor on q.k: for
             float8_e4m3fn the scale of q[s, h].
         starts: first key of each query [S], int32.
-        ends: the key after each query's last [S], int32.
-        k_scale: scale of each key [S_kv], fp32. float8_e4m3fn keys have one, others must not.
-        clean: write -inf outside the bounds. What stands there is unspecified otherwise.
+        ends: one past the last key of each query [S], int32.
+        k_scale: scale per key [S_kv], fp32. Required for float8_e4m3fn keys, None for others.
+        clean: write -inf outside the bounds. If False, the entries there are unspecified.
 
     Returns:
-        logits [S, S_kv], fp32 (float64 for float64 inputs), whose rows are a multiple of 4 elements apart.
+        logits [S, S_kv], fp32 (float64 for float64 inputs), with a row stride that is a multiple of 4 elements.
         Differentiable (once) with respect to q, k and weights, but not for float8_e4m3fn.
 
-    On a GPU, NaN or infinity in a key, a query or its weights may reach the gradients of up to 15 neighbouring queries,
+    On a GPU, NaN or infinity in a key, a query or its weights may reach the gradients of up to 15 neighboring queries,
     and of the keys that these see.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when an argument requires a gradient and q is float8_e4m3fn, or a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when an argument requires a gradient and q is float8_e4m3fn, or when there is no
+            kernel for the GPU.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
@@ -57,26 +58,27 @@ def indexer_logits(
 
 
 def topk_select(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """The ids of each row's largest logits, in ascending order: the token selection of DeepSeek-V3.2.
+    """Ids of the largest logits of each row, in ascending order: the token selection of DeepSeek-V3.2.
 
     Row r selects among the columns starts[r] <= t < ends[r] whose logit is neither NaN nor -inf: the `topk` largest,
-    equal ones by the lower id. So the answer depends on the values alone, for every input. +inf ranks first, and -0.0
-    equals +0.0. Bounds may be any numbers: what lies outside [0, C) names no column, and inverted bounds leave nothing.
+    ties by the lower id. So the result depends on the values alone, for every input. +inf ranks first, and -0.0 equals
+    +0.0. Bounds may be any integers: columns outside [0, C) are skipped, and a row with starts[r] >= ends[r] selects
+    nothing.
 
     Args:
         logits: [R, C], fp32 or bf16; on the CPU also float64.
         starts: first column of each row [R], int32.
-        ends: the column after each row's last [R], int32.
-        topk: how many to select, from 1 to 4096. It may exceed C.
+        ends: one past the last column of each row [R], int32.
+        topk: number of columns to select, from 1 to 4096. It may exceed C.
 
     Returns:
-        indices [R, topk], int32: ascending along a row, then -1 where fewer could be selected; and values [R, topk] in
-        the dtype of logits: the logit of each id, -inf where the id is -1. Neither has a gradient: to train what made
-        the logits, compute them again at the selected ids.
+        indices [R, topk], int32: ascending along a row, then -1 if fewer could be selected; and values [R, topk] in
+        the dtype of logits: the logit of each id, -inf where the id is -1. Neither is differentiable: to train the
+        model that produced the logits, recompute them at the selected ids.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when there is no kernel for the GPU.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
@@ -94,7 +96,7 @@ def indexer_topk(
     *,
     k_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The keys that each query reads: :func:`topk_select` of :func:`indexer_logits`, without holding the logits.
+    """Selects the keys for each query: :func:`topk_select` of :func:`indexer_logits`, without storing the logits.
 
     ::
 
@@ -103,16 +105,16 @@ def indexer_topk(
 
     Args:
         q, k, weights, starts, ends, k_scale: as for :func:`indexer_logits`.
-        topk: how many keys to select, from 1 to 4096. It may exceed S_kv.
+        topk: number of keys to select, from 1 to 4096. It may exceed S_kv.
 
     Returns:
-        indices [S, topk], int32: ascending along a row, then -1 where fewer could be selected; and values [S, topk]:
-        the logit of each id, -inf where the id is -1, in fp32 (float64 for float64 inputs). Neither has a gradient: to
-        train the indexer, compute its scores again at the selected ids.
+        indices [S, topk], int32: ascending along a row, then -1 if fewer could be selected; and values [S, topk]:
+        the logit of each id, -inf where the id is -1, in fp32 (float64 for float64 inputs). Neither is differentiable:
+        to train the indexer, recompute its scores at the selected ids with :func:`indexer_scores`.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when there is no kernel for the GPU.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
@@ -121,31 +123,31 @@ def indexer_topk(
 
 
 def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """The indexer's scores of listed keys alone: what :func:`indexer_logits` says of them, to train the indexer.
+    """The indexer's scores of the listed keys only, as in :func:`indexer_logits`: used to train the indexer.
 
     For query s and slot i with key k_i = k[indices[s, i]]::
 
         scores[s, i] = sum_h relu(q[s, h].k_i) * weights[s, h]
 
-    and -inf where the id is not in [0, S_kv): such a slot is padding wherever it stands, and no key is read for it. An
-    id that is listed twice counts twice.
+    and -inf where the id is not in [0, S_kv): such a slot is padding, at any place in the list, and no key is read for
+    it. An id that is listed twice counts twice.
 
     Args:
         q: queries [S, Hi, Di], bf16. On the CPU also fp32 and float64. Hi is 8, 16, 32 or 64; Di is 64 or 128.
         k: keys [S_kv, Di], like q; all heads share them.
-        weights: weight of each head [S, Hi], fp32 (float64 for float64 inputs), any factor on q.k included.
-        indices: ids of the listed keys [S, K], int32, in any order: those of :func:`indexer_topk`.
+        weights: weight per head [S, Hi], fp32 (float64 for float64 inputs), including any factor on q.k.
+        indices: ids of the listed keys [S, K], int32, in any order, such as those of :func:`indexer_topk`.
 
     Returns:
         scores [S, K], fp32 (float64 for float64 inputs). Differentiable (once) with respect to q, k and weights; the
-        gradient that arrives at a padded slot has no effect. Bitwise repeatable.
+        incoming gradient of a padded slot has no effect. Bitwise repeatable.
 
-    On a GPU, NaN or infinity in a key, a query or its weights may reach the gradients of up to 15 neighbouring queries,
+    On a GPU, NaN or infinity in a key, a query or its weights may reach the gradients of up to 15 neighboring queries,
     and of the keys that these list.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when there is no kernel for the GPU.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
@@ -161,36 +163,37 @@ def indexer_loss(
     row_weights: Tensor | None = None,
     reduction: Literal["none", "mean", "sum"] = "mean",
 ) -> Tensor:
-    """How far the indexer's distribution over slots is from that of attention: the training loss of DeepSeek-V3.2.
+    """KL divergence between the attention's and the indexer's distribution: the indexer's loss in DeepSeek-V3.2.
 
     For each row, over the slots i that count, with the target t = p / sum(p)::
 
         loss = sum_i t_i * (log(t_i) - log(softmax(scores)_i))
 
-    A slot counts where `valid`, if given, is true and the score is not -inf. A row in which none counts, or in which p
-    is 0, has loss 0 and no gradient. Value and gradient are computed in one pass.
+    A slot counts if `valid` (when given) is true and the score is not -inf. A row in which no slot counts, or in which
+    p is 0, has loss 0 and zero gradients. Value and gradient are computed in one pass.
 
     Args:
         scores: the indexer's scores [..., K], fp32 (float64 on the CPU): at the selected slots, or of all keys.
-        p: what attention gave to the same slots [..., K], like scores: :func:`attn_dist`, normalized or not.
+        p: attention weights of the same slots [..., K], like scores: from :func:`attn_dist`, normalized or not.
         valid: which slots count [..., K], bool; all by default.
         row_weights: factor on each row's loss [...], like scores.
-        reduction: "none" returns the rows' losses [...], "sum" their sum, "mean" their sum divided by the number of
-            rows or, where there are weights, by the sum of the weights (0 where that is 0).
+        reduction: "none" returns the loss of each row [...], "sum" their sum, "mean" their sum divided by the number of
+            rows or, with row_weights, by the sum of the weights (0 if that is 0).
 
     Returns:
-        The loss, differentiable (once) with respect to scores alone: p is a teacher.
+        The loss, differentiable (once) with respect to scores only: p is a training target.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when an argument other than scores requires a gradient, or a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when an argument other than scores requires a gradient, or when there is no kernel
+            for the GPU.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     if reduction not in ("none", "mean", "sum"):
         raise RuntimeError(f"dsa::indexer_loss: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
     leading = scores.shape[:-1]
-    # The operator takes rows, and could not tell whose they are.
+    # The operator gets flattened rows and could not detect a mismatch of the leading dimensions.
     for name, tensor, shape in (
         ("p", p, scores.shape),
         ("valid", valid, scores.shape),
@@ -226,7 +229,7 @@ def indexer_dense_loss(
     q_start: int = 0,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """The indexer's loss over all keys that each query sees: the dense warm-up of DeepSeek-V3.2.
+    """The indexer's loss over all keys that each query sees: the dense warm-up stage of DeepSeek-V3.2.
 
     The value and the gradients of ::
 
@@ -234,24 +237,24 @@ def indexer_dense_loss(
         p = attn_dist(main_q, main_kv, all keys, lse)
         indexer_loss(scores, p, row_weights=row_weights, reduction=reduction)
 
-    are computed together, for as many queries at a time as 2^24 scores make: nothing of size S x S_kv is ever held.
+    are computed together, in chunks of queries with at most 2^24 scores: no tensor of size S x S_kv is ever stored.
 
     Args:
-        q, k, weights: of the indexer, [S, Hi, Di], [S_kv, Di] and [S, Hi], as for :func:`indexer_scores`.
-        main_q, main_kv, lse: of attention, [S, H, D], [S_kv, D] and [S, H], as for :func:`attn_dist`; lse is that of
-            attention to all keys.
+        q, k, weights: the indexer's tensors [S, Hi, Di], [S_kv, Di] and [S, Hi], as for :func:`indexer_scores`.
+        main_q, main_kv, lse: the attention's tensors [S, H, D], [S_kv, D] and [S, H], as for :func:`attn_dist`; lse is
+            that of attention to all keys.
         row_weights: factor on each query's loss [S], like lse.
         sm_scale: factor on main_q.main_kv, D**-0.5 by default.
-        causal: query s sees the keys up to q_start + s; else all.
+        causal: query s sees the keys up to q_start + s; otherwise it sees all keys.
         q_start: position of the first query.
         reduction: "sum" or "mean", as for :func:`indexer_loss`.
 
     Returns:
-        The loss, differentiable (once) with respect to q, k and weights alone.
+        The loss, differentiable (once) with respect to q, k and weights only.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when another argument requires a gradient, or a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when another argument requires a gradient, or when there is no kernel for the GPU.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
@@ -271,5 +274,5 @@ def _mean(total: Tensor, rows: int, row_weights: Tensor | None) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., K] as [R, K]."""
+    """Flattens [..., K] to [R, K]."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])

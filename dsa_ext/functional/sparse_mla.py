@@ -1,4 +1,4 @@
-"""Sparse multi-query latent attention, and its distribution."""
+"""Sparse multi-query latent attention, and its attention weights summed over heads."""
 
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -11,14 +11,14 @@ from torch.compiler import is_compiling
 from dsa_ext.ops._checks import describe, fail
 
 _sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
-#: What calling the overload calls, one Python frame further down.
+#: The function that a call of the overload forwards to; calling it directly saves one Python frame.
 _sparse_mla_fwd_direct: Callable[..., tuple[Tensor, Tensor]] = _sparse_mla_fwd._op
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
 def _with_batch(op: str, q: Tensor, kv: Tensor, indices: Tensor, *rows: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The same arguments with a batch of 1; `rows` are further tensors of one entry per query."""
+    """The same arguments with a batch dimension of 1; `rows` are further tensors with one entry per query."""
     for name, tensor, forms in (("kv", kv, "[S_kv, D] or [S_kv, G, D]"), ("indices", indices, "[S, K] or [S, G, K]")):
         if tensor.dim() not in (2, 3):
             fail(op, f"{name} must be {forms} when q is [S, H, D], got {describe(tensor)}")
@@ -74,7 +74,7 @@ def sparse_mla(
     attn_sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of each query to the keys that it lists: the sparse multi-query latent attention of DeepSeek-V3.2.
+    """Sparse multi-query latent attention of DeepSeek-V3.2: each query attends to the keys that it lists.
 
     For query (b, s) and head h of group g, over its visible slots i with key k_i = kv[b, indices[b, s, g, i], g]::
 
@@ -83,11 +83,11 @@ def sparse_mla(
 
     A slot is visible when its id is in [0, S_kv), when the key is complete at the query's position (`causal`: id <=
     (q_start + s + 1) // positions_per_key - 1), and when it is one of the first topk_length[b, s]. All other slots are
-    padding, wherever they stand, and the keys that they might name are never read. A query with no visible slot has
-    out = 0, lse = -inf and zero gradients. An id that is listed twice counts twice.
+    padding, at any place in the list, and the keys that they might name are never read. A query with no visible slot
+    has out = 0, lse = -inf and zero gradients. An id that is listed twice counts twice.
 
-    All tensors may come without the batch: q [S, H, D], kv [S_kv, D] or [S_kv, G, D], indices [S, K] or [S, G, K], as
-    :func:`indexer_topk` returns them, topk_length [S]; then out is [S, H, d_v] and lse [S, H].
+    All tensors may be passed without the batch dimension: q [S, H, D], kv [S_kv, D] or [S_kv, G, D], indices [S, K] or
+    [S, G, K], as :func:`indexer_topk` returns them, topk_length [S]; then out is [S, H, d_v] and lse [S, H].
 
     Args:
         q: queries [B, S, H, D], bf16. On the CPU also fp32 and float64.
@@ -95,30 +95,30 @@ def sparse_mla(
             are split into G groups of H/G <= 128 consecutive heads.
         indices: ids of the selected keys [B, S, G, K], int32, in any order.
         sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default.
-        d_v: columns of a value. (D, d_v) is (576, 512) or (512, 512).
+        d_v: number of columns of a value. (D, d_v) is (576, 512) or (512, 512).
         causal: hide keys that are not complete at the query's position.
         q_start: position of the first query, for a chunk of a longer sequence; 0 to 2^62.
         positions_per_key: number of positions that one key stands for.
         topk_length: number of leading slots in use [B, S], int32; all of them by default.
         attn_sink: logit per head [H], fp32 (float64 for float64 inputs), that takes a share of the probability and
-            adds no value. -inf is no sink.
+            adds no value. -inf disables the sink.
         return_lse: return lse as well.
 
     Returns:
         out [B, S, H, d_v] in the dtype of q; with `return_lse` also lse [B, S, H]: fp32, natural logarithm, without the
-        sink. Both are differentiable with respect to q, kv and attn_sink (once).
+        sink. Both are differentiable (once) with respect to q, kv and attn_sink.
 
-    The forward is bitwise repeatable. Under torch.use_deterministic_algorithms(True) so are the gradients, and the
+    The forward is bitwise repeatable. Under torch.use_deterministic_algorithms(True) the gradients are too, and the
     backward takes about 1.3 times as long; otherwise the last bits of kv's gradient depend on the order of additions.
-    Nothing synchronises with the host, and everything may be captured in a CUDA graph. Gradients are fastest where ids
+    Nothing synchronizes with the host, and everything may be captured in a CUDA graph. The backward is fastest when ids
     ascend along each row of `indices`.
 
     On CUDA the last dimension of q, kv and indices must have stride 1 and every row of q and kv must start 16-byte
-    aligned; all other strides are free, below 2^31 elements between positions of kv.
+    aligned; all other strides are arbitrary, with less than 2^31 elements between positions of kv.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also when the tensors are on a GPU that is not sm_90, or the kernels were not built.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when the tensors are on a GPU that is not sm_90, or the kernels were not built.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
@@ -139,7 +139,7 @@ def sparse_mla(
     ):
         result: tuple[Tensor, Tensor] = _sparse_mla_fwd(*args)
     else:
-        # The operator's autograd layer is Python: passing below it, and every frame less, is felt by the host.
+        # The operator's autograd layer is Python: bypassing it, and saving frames, reduces the host time of a call.
         with _BelowAutograd():
             result = _sparse_mla_fwd_direct(*args)
     return result if return_lse else result[0]
@@ -159,31 +159,32 @@ def attn_dist(
     normalize: bool = False,
     per_head_block: bool = False,
 ) -> Tensor:
-    """How much attention each listed key gets from all heads: what the indexer of DeepSeek-V3.2 learns to predict.
+    """Attention weights of the listed keys, summed over heads: the indexer's training target in DeepSeek-V3.2.
 
     For query (b, s), group g and visible slot i with key k_i = kv[b, indices[b, s, g, i], g]::
 
         dist[b, s, g, i] = sum_h exp(sm_scale * q[b, s, h].k_i - lse[b, s, h])
 
-    over the heads h of the group; 0 for a slot that is not visible. With the lse of :func:`sparse_mla` every head adds
-    a distribution over the slots. Another lse is a denominator of its own: one that also counts a sink or keys that are
-    not listed leaves sums below 1, and a head whose lse is -inf adds nothing.
+    over the heads h of the group; 0 for a slot that is not visible. With the lse of :func:`sparse_mla` each head
+    contributes weights that sum to 1. Any other lse serves as the denominator as it is: if it also counts a sink or
+    keys that are not listed, a head's weights sum to less than 1. A head whose lse is -inf contributes nothing.
 
-    Without the batch, as for :func:`sparse_mla`, lse is [S, H] and dist [S, K] or [S, G, K], like indices.
+    Without the batch dimension, as for :func:`sparse_mla`, lse is [S, H] and dist [S, K] or [S, G, K], like indices.
 
     Args:
         q, kv, indices, sm_scale, causal, q_start, positions_per_key, topk_length: as for :func:`sparse_mla`.
         lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 for float64 inputs).
-        normalize: divide each row by its sum, or by 1e-10 where that is more.
-        per_head_block: return the sums of each 64 heads of a group apart, to be added up or sent as they are.
+        normalize: divide each row by its sum, or by 1e-10 if that is larger.
+        per_head_block: return one sum per block of 64 heads of a group instead of the total, for the caller to add up.
 
     Returns:
         dist [B, S, G, K], fp32 (float64 for float64 inputs); with `per_head_block` [ceil(H / G / 64), B, S, G, K].
-        Without a gradient: it is a teacher. Bitwise repeatable.
+        Not differentiable: it is a training target. Bitwise repeatable.
 
     Raises:
-        RuntimeError: an argument breaks one of these rules; the text names the argument, what was expected and what
-            came. Also with both `normalize` and `per_head_block`, or when a GPU has no kernel.
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also with both `normalize` and `per_head_block`, or when there is no kernel for the
+            GPU.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """

@@ -1,4 +1,4 @@
-"""Modules made of the operators: the lightning indexer, sparse latent attention, block-sparse attention for video,
+"""Modules built from the operators: the lightning indexer, sparse latent attention, block-sparse attention for video,
 hyper-connections, linear layers in fp8."""
 
 from dsa_ext.nn.block_sparse import BlockKVCache, BlockSizes, BlockSparseAttention

@@ -1,4 +1,4 @@
-"""Block-sparse attention for video: a coarse branch selects blocks, a fine one reads them, a gate joins both."""
+"""Block-sparse attention for video: a coarse branch selects blocks, a fine one attends to them, a gate mixes both."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 from dsa_ext import functional
 
 BLOCK = 64  # tokens
-#: The gate at first: 7 parts of fine attention and 1 of coarse.
+#: Initial bias of the gate: sigmoid(2) = 0.88, about 7 parts of fine attention to 1 of coarse.
 _GATE_BIAS = 2.0
 
 
 class BlockSizes:
-    """How many leading tokens of each block are valid: the shape of a clip, made once and shared by all layers.
+    """Number of valid leading tokens per block: the shape of a clip, created once and shared by all layers.
 
-    Which blocks are empty must be known to the host, since these are left out of coarse attention. So sizes are numbers
-    or a tensor on the CPU, and what the kernels need of them is brought to `device` here, once.
+    The host must know which blocks are empty, because these are left out of coarse attention. So `sizes` are numbers or
+    a CPU tensor, and what the kernels need is copied to `device` here, once.
 
     Args:
-        sizes: of each block, 0 to 64.
-        device: the layers'.
+        sizes: number of valid tokens per block, 0 to 64.
+        device: device of the layers.
     """
 
     def __init__(self, sizes: Sequence[int] | Tensor, device: torch.device | str | None = None) -> None:
@@ -33,18 +33,18 @@ class BlockSizes:
         filled = numbers.nonzero()[:, 0]
         self.count = len(numbers)
         self.sizes = numbers.to(device)  # int32 [count]
-        #: Ids of the blocks that are not empty, int32; None if none is.
+        #: Ids of the blocks that are not empty, int32; None if no block is empty.
         self.filled = None if len(filled) == self.count else filled.int().to(device)
 
 
 class BlockKVCache:
-    """Keys and values of a sequence that grows by whole blocks, and what stands for each block in coarse attention.
+    """Keys and values of a sequence that grows by whole blocks, and the pooled key and value of each block.
 
-    All memory is there from the beginning, and views of it go to the kernels: nothing is ever moved.
+    All memory is allocated in the constructor, and the kernels get views of it: stored entries are never moved.
 
     Args:
-        batch, kv_heads, head_dim: of k and v.
-        capacity: most tokens, a multiple of 64.
+        batch, kv_heads, head_dim: sizes of k and v.
+        capacity: maximum number of tokens, a multiple of 64.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BlockKVCache:
         if capacity % BLOCK != 0:
             raise ValueError(f"BlockKVCache: capacity must be a multiple of {BLOCK}, got {capacity}")
         self.capacity, self.length = capacity, 0
-        # heads of keys, then those of values
+        # heads of the keys, then heads of the values
         self._tokens, self._blocks = (
             torch.empty(batch, length, 2 * kv_heads, head_dim, device=device, dtype=dtype)
             for length in (capacity, capacity // BLOCK)
@@ -68,7 +68,7 @@ class BlockKVCache:
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, kv_pool: Tensor) -> None:
-        """k and v [B, Hkv, 64 * n, D] in any strides, whose blocks are pooled by the weights [2 * Hkv, 64]."""
+        """Appends k and v [B, Hkv, 64 * n, D], any strides, and pools their blocks by the weights [2 * Hkv, 64]."""
         begin, end = self.length, self.length + k.shape[2]
         if k.shape[2] % BLOCK != 0:
             raise ValueError(f"BlockKVCache: new tokens must be whole blocks of {BLOCK}, got {k.shape[2]}")
@@ -88,7 +88,7 @@ class BlockKVCache:
         return k, v
 
     def blocks(self) -> tuple[Tensor, Tensor]:
-        """Views of what stands for their blocks [B, Hkv, length / 64, D]."""
+        """Views of the pooled keys and values of all blocks [B, Hkv, length / 64, D]."""
         k_pooled, v_pooled = self._blocks[:, : self.length // BLOCK].transpose(1, 2).chunk(2, 1)
         return k_pooled, v_pooled
 
@@ -100,33 +100,33 @@ class _Gate(nn.Linear):
 
 
 class BlockSparseAttention(nn.Module):
-    """Attention of blocks of 64 tokens to the blocks that a coarse pass selects, for video: both ways, not causal.
+    """Bidirectional block-sparse attention for video: blocks of 64 tokens attend to blocks that a coarse pass selects.
 
-    Tokens are ordered so that a block is a small box of space and time. Learned weights per head pool the keys and the
-    values of each block to one of each (as Linformer does within a block)::
+    Tokens are ordered so that a block is a small box of space and time. Learned weights per head pool each block to one
+    key and one value (as Linformer does, but within a block)::
 
         k_pooled[j] = sum_t k_pool[t] * k[64 j + t],    v_pooled[j] = sum_t v_pool[t] * v[64 j + t]
 
-    All queries attend to all of these: the coarse branch. What it gives to a block, mean of the queries of a block,
-    selects the blocks whose tokens these queries attend to: the fine branch. A gate per head and token, a projection of
-    the input, weighs the two::
+    In the coarse branch all queries attend to all pooled keys. Its attention weights, averaged over each block of
+    queries, select blocks of keys. In the fine branch the queries attend to the tokens of the selected blocks. A gate
+    per head and token, a projection of the input, weights the two::
 
         out = o_proj(s * fine + (1 - s) * coarse),    s = sigmoid(gate_proj(x))
 
-    The selection has no gradient; the coarse branch learns through its part of the output.
+    The selection is not differentiable; the coarse branch is trained through its part of the output.
 
     Parameters: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj` [heads, hidden_size] and its bias, and `kv_pool`
-    [2 * kv_heads, 64], weights of the keys' heads and then of the values', the mean at first. On a GPU the module must
-    be in bf16. On the CPU fp32 and float64 will do as well.
+    [2 * kv_heads, 64], pooling weights of the key heads and then of the value heads, initialized to the mean. On a GPU
+    the module must be in bf16. On the CPU it may also be in fp32 or float64.
 
     Args:
         hidden_size: columns of the input and of the output.
-        heads: of queries.
-        kv_heads: heads of keys and values, which divide `heads`; as many by default.
-        head_dim: columns of a head, 64 or 128.
+        heads: number of query heads.
+        kv_heads: number of key and value heads, a divisor of `heads`; `heads` by default.
+        head_dim: columns per head, 64 or 128.
         mode, topk, tau, min_blocks, min_ratio, max_ratio: how many blocks are selected, see
             :func:`dsa_ext.block_select`.
-        bias: of the projections to and from heads.
+        bias: whether the projections to and from the heads have a bias.
     """
 
     def __init__(
@@ -166,21 +166,22 @@ class BlockSparseAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Of the pool, not of the projections."""
+        """Resets the pooling weights, but not the projections."""
         nn.init.constant_(self.kv_pool, 1 / BLOCK)
 
     def forward(
         self, x: Tensor, kv_block_size: BlockSizes | None = None, *, cache: BlockKVCache | None = None
     ) -> Tensor:
-        """Attention among the tokens of x, or, with a cache, of them to all in it, to which they are added first.
+        """Attention among the tokens of x. With a cache, x is appended to it first and attends to all of its tokens.
 
-        Tokens after the valid ones of their block may hold anything, NaN too. No other token sees them, and their own
-        rows of the result mean nothing, but they count as queries of zeros in the mean that selects for their block.
+        Tokens after the valid ones of their block may hold anything, including NaN. No other token sees them, and their
+        own rows of the result are meaningless. But they count, as tokens of zeros, in the mean over queries that
+        selects the blocks for their block.
 
         Args:
-            x: [B, N, hidden_size]. N is any number; with `kv_block_size` or a cache, whole blocks of 64.
-            kv_block_size: how many tokens of each block are valid; all by default.
-            cache: see make_cache. It has no gradients, so they must be off.
+            x: [B, N, hidden_size]. N is arbitrary; with `kv_block_size` or a cache, a multiple of 64.
+            kv_block_size: number of valid tokens per block; all by default.
+            cache: see make_cache. It is not differentiable, so gradients must be disabled.
 
         Returns:
             [B, N, hidden_size]
@@ -210,7 +211,7 @@ class BlockSparseAttention(nn.Module):
         return result
 
     def pool(self, k: Tensor, v: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What stands for each block in coarse attention [B, Hkv, J, D], of k and v: see pool_blocks."""
+        """The pooled keys and values for coarse attention [B, Hkv, J, D], one per block: see pool_blocks."""
         k_pool, v_pool = self.kv_pool.chunk(2)
         return pool_blocks(k, k_pool, sizes), pool_blocks(v, v_pool, sizes)
 
@@ -225,18 +226,18 @@ class BlockSparseAttention(nn.Module):
         sizes: Tensor | None = None,
         filled: Tensor | None = None,
     ) -> Tensor:
-        """What is between the projections: coarse attention, selection, fine attention and their fusion.
+        """Everything between the projections: coarse attention, selection, fine attention and their fusion.
 
         Args:
             q: [B, H, N, D].
             k, v: [B, Hkv, Nkv, D].
             k_pooled, v_pooled: [B, Hkv, ceil(Nkv / 64), D].
             gate: [B, H, N].
-            sizes: valid tokens of each block of keys, int32; all by default.
-            filled: ids of the blocks that take part, int32; all by default.
+            sizes: number of valid tokens per block of keys, int32; all by default.
+            filled: ids of the blocks that are not empty, int32; all by default.
 
         Returns:
-            [B, H, N, D], in the layout of q.
+            [B, H, N, D], with the memory layout of q.
         """
         if filled is not None:
             k_pooled, v_pooled = k_pooled[:, :, filled], v_pooled[:, :, filled]
@@ -248,11 +249,11 @@ class BlockSparseAttention(nn.Module):
         return functional.gated_fusion(fine, coarse, gate)
 
     def select(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Lists of blocks, from coarse weights [B, H, Mq, Mkv]."""
+        """Selects blocks by the coarse weights [B, H, Mq, Mkv]: their ids and number, see block_select."""
         return functional.block_select(scores.float(), self.mode, **self.limits)
 
     def make_cache(self, batch: int, capacity: int) -> BlockKVCache:
-        """An empty cache for this layer, of at most `capacity` tokens. Where autocast is on, it is in its dtype."""
+        """An empty cache of at most `capacity` tokens for this layer, in autocast's dtype if autocast is enabled."""
         device, dtype = self.k_proj.weight.device, self.k_proj.weight.dtype
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
@@ -262,17 +263,17 @@ class BlockSparseAttention(nn.Module):
 def pool_blocks(x: Tensor, pool: Tensor, sizes: Tensor | None = None) -> Tensor:
     """Weighted sums of the tokens of each block.
 
-    All weights are multiplied with all heads, in one product over the tokens as they lie in memory, and the pairs that
-    belong together are its diagonal. That is more arithmetic than asked for, and no copy between layouts.
+    One matrix product, over the tokens in their memory layout, applies the weights of every head to every head of x;
+    the matching pairs are its diagonal. This takes more arithmetic than needed, but no copy between layouts.
 
     Args:
         x: [B, H, 64 * J, D], a view of [B, 64 * J, H, D].
         pool: weights [H, 64].
-        sizes: how many tokens of each block count, int32 [J]; their sums are scaled by 64 / size. The others must be
+        sizes: number of valid tokens per block, int32 [J]; their sums are scaled by 64 / size. The other tokens must be
             finite.
 
     Returns:
-        [B, H, J, D], in strides of its own.
+        [B, H, J, D], not necessarily contiguous.
     """
     rows = x.transpose(1, 2).unflatten(1, (-1, BLOCK))
     weights = pool
@@ -285,14 +286,14 @@ def pool_blocks(x: Tensor, pool: Tensor, sizes: Tensor | None = None) -> Tensor:
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
-    """[B, N, H * D] as [B, H, N, D]."""
+    """Views [B, N, H * D] as [B, H, N, D]."""
     heads: Tensor = x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
     return heads
 
 
 def _whole_blocks(x: Tensor, kv_block_size: BlockSizes | None) -> tuple[Tensor, Tensor | None]:
-    """x [B, N, C] with zeros after the valid tokens, up to the end of the last block; and the sizes of its blocks,
-    None where all are full: then x is as it was."""
+    """x [B, N, C] with zeros after the valid tokens, up to the end of the last block; and the sizes of its blocks, None
+    if all are full: then x is unchanged."""
     if kv_block_size is not None:
         valid = torch.arange(BLOCK, device=x.device) < kv_block_size.sizes[:, None]
         return x.masked_fill(~valid.flatten()[:, None], 0), kv_block_size.sizes

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is fp8."""
+"""A linear layer with an fp8 weight, for inference."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ class FP8Linear(nn.Module):
     in_features / 128], its rows padded to a multiple of 4; `bias` [out_features], bf16, or None.
 
     Args:
-        linear: what it is made of. in_features is a multiple of 128.
+        linear: the layer to convert. Its in_features must be a multiple of 128.
         round_scale: whether the scales of weight and input are powers of two.
     """
 
@@ -27,12 +27,12 @@ class FP8Linear(nn.Module):
         self.in_features, self.out_features, self.round_scale = linear.in_features, linear.out_features, round_scale
         weight, scale = functional.prepare_weight(linear.weight.float(), round_scale)
         self.register_buffer("weight", weight)
-        # With its padding, which a copy to another device would drop from a view.
+        # Stored with its padding: a view without it would lose the padding when it is copied to another device.
         self.register_buffer("weight_scale", scale.as_strided((scale.shape[0], scale.stride(0)), scale.stride()))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().bfloat16())
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., in_features], bf16 or fp32, to [.., out_features], bf16."""
+        """Maps [..., in_features], bf16 or fp32, to [..., out_features], bf16."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise ValueError("FP8Linear: it has no gradients, call under torch.no_grad()")
         rows, scales = functional.act_quant(x.reshape(-1, self.in_features), round_scale=self.round_scale)

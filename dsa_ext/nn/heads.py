@@ -1,7 +1,7 @@
-"""Products with a matrix per head, written where they are read from: without copies between layouts.
+"""Products with one matrix per head, written in the layout in which they are read: no copies between layouts.
 
-A compiler arranges layouts itself, and gets the plain formulas. Weights are brought to the dtype of what they multiply:
-under autocast they may be wider.
+torch.compile chooses layouts itself, so it gets the plain formulas. Weights are cast to the dtype of what they
+multiply: under autocast they may be wider.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from dsa_ext.nn.rotary import rotate_, rotated
 
 
 def _multiply(out: Tensor, x: Tensor, weights: Tensor) -> None:
-    """out [T, H, b] = x [T, H, a] times weights [H, a, b], head by head. `out` may be some columns of a tensor."""
+    """out [T, H, b] = x [T, H, a] times weights [H, a, b] per head. `out` may be a slice of the columns of a tensor."""
     out.transpose(0, 1).baddbmm_(x.transpose(0, 1), weights, beta=0)
 
 
 def _weight_gradient(x: Tensor, dout: Tensor) -> Tensor:
-    """[H, a, b]"""
+    """Gradient of the weights [H, a, b]."""
     return x.permute(1, 2, 0) @ dout.transpose(0, 1)
 
 
@@ -62,7 +62,7 @@ class _AbsorbedQueries(torch.autograd.Function):
 
 
 def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
-    """x [B, S, H, a] times weights [H, a, b], head by head: [B, S, H, b]."""
+    """x [B, S, H, a] times weights [H, a, b] per head: [B, S, H, b]."""
     weights = weights.to(x.dtype)
     if is_compiling():
         return torch.einsum("bshc,hcd->bshd", x, weights)
@@ -71,12 +71,12 @@ def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def absorbed_queries(heads: Tensor, of_keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads brought to the latent's columns: [B, S, H, latent + rope].
+    """Queries of the absorbed form, heads projected to the latent's columns: [B, S, H, latent + rope].
 
     Args:
         heads: [B, S, H, nope + rope].
-        of_keys: [H, nope, latent], for the first columns of a head.
-        cos, sin: rope_tables for the last.
+        of_keys: [H, nope, latent], for the first `nope` columns of each head.
+        cos, sin: rope_tables for the last `rope` columns.
     """
     of_keys = of_keys.to(heads.dtype)
     if is_compiling():

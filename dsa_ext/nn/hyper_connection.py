@@ -1,4 +1,4 @@
-"""A layer between the streams of a hyper-connection."""
+"""A module that wraps a layer in a hyper-connection."""
 
 import math
 from typing import Any
@@ -11,35 +11,36 @@ from dsa_ext.ops.mhc import STREAMS
 from dsa_ext.reference.mhc import split
 from dsa_ext.reference.numerics import compute_dtype
 
-#: How much of what a token says counts at first.
+#: Initial alpha: the factor on the part of the gates that depends on the token.
 _ALPHA = 0.01
-#: Of a stream for another, at first: with weight exp of this, none to speak of.
+#: Initial bias of h_res between different streams: their mixing weight, about exp of this, is negligible.
 _OFF_DIAGONAL = -8.0
 
 
 class HyperConnection(nn.Module):
-    """Wraps a layer in the place of a residual connection: n streams instead of one, mixed as each token says.
+    """Replaces the residual connection of a layer: n streams instead of one, mixed with weights computed per token.
 
     ::
 
         h_in, h_post, h_res = mhc_pre(x)
         x' = mhc_post(x, layer(h_in), h_post, h_res)
 
-    (Manifold-constrained hyper-connections, see :func:`dsa_ext.mhc_pre` and :func:`dsa_ext.mhc_post`.) At first it is
-    nearly a residual connection for each stream: the layer reads their mean, its result is added to all, and streams
-    keep to themselves. In front of the first such layer a stream becomes n, ``x[:, :, None].expand(-1, -1, n, -1)``;
-    after the last one ``x.mean(2)`` merges them.
+    (Manifold-constrained hyper-connections, see :func:`dsa_ext.mhc_pre` and :func:`dsa_ext.mhc_post`.) At
+    initialization it is nearly a residual connection per stream: the layer reads the mean of the streams, its output is
+    added to each of them, and they are hardly mixed. Before the first such layer, expand one stream to n with
+    ``x[:, :, None].expand(-1, -1, n, -1)``; after the last one, merge them with ``x.mean(2)``.
 
     Parameters, fp32 whatever the dtype of the layer: `phi` [n * n + 2 n, n * hidden_size], `alpha` [3], `bias`
-    [n * n + 2 n], `gamma` [n * hidden_size]. A module that has been brought to bf16 computes with them in fp32.
+    [n * n + 2 n], `gamma` [n * hidden_size]. If the module is converted to bf16, they are cast to fp32 for computation.
 
     Args:
-        layer: takes [B, S, hidden_size], and gives as much; or a tuple of that and more, which is passed on.
+        layer: takes [B, S, hidden_size], and returns the same shape, or a tuple of that and further results, which are
+            passed on.
         hidden_size: columns of a stream, a multiple of 128.
         streams: n, 2 or 4; on the CPU also 8.
-        iterations: how often columns and rows of the mixing weights are normalized.
-        eps: of the root mean square, and the least weight of a stream in h_in.
-        dtype: of the parameters; float64 for streams of float64.
+        iterations: number of times that columns and rows of the mixing weights are normalized.
+        eps: added to the mean square under the root, and to the weight of each stream in h_in (its minimum).
+        dtype: dtype of the parameters; float64 for float64 streams.
     """
 
     def __init__(
@@ -68,25 +69,25 @@ class HyperConnection(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Of the connection, not of the layer."""
+        """Resets the parameters of the connection, but not those of the layer."""
         nn.init.normal_(self.phi, std=self.phi.shape[1] ** -0.5)
         nn.init.constant_(self.alpha, _ALPHA)
         nn.init.ones_(self.gamma)
         pre, post, res = split(self.bias, self.streams)
-        pre.fill_(-math.log(self.streams - 1))  # whose gate is 1 / n
-        post.zero_()  # whose gate is 1
+        pre.fill_(-math.log(self.streams - 1))  # a gate of 1 / n
+        post.zero_()  # a gate of 1
         res.fill_(_OFF_DIAGONAL).fill_diagonal_(0)
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the layer reads of the streams, and the weights with which its result is written to them."""
+        """The layer's input, and the weights with which its output is written to the streams: h_in, h_post, h_res."""
         dtype = compute_dtype(x)
         phi, alpha, bias, gamma = (p.to(dtype) for p in (self.phi, self.alpha, self.bias, self.gamma))
         return functional.mhc_pre(x, phi, alpha, bias, gamma, self.eps)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Streams [B, S, n, hidden_size] to streams; what else comes goes to the layer.
+        """Maps streams [B, S, n, hidden_size] to streams; further arguments are passed to the layer.
 
-        Where the layer gives a tuple, streams and the other elements.
+        If the layer returns a tuple, returns a tuple of the streams and its other elements.
         """
         h_in, h_post, h_res = self.read(x)
         result = self.layer(h_in, *args, **kwargs)

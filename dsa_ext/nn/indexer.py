@@ -12,7 +12,7 @@ _FP8 = torch.float8_e4m3fn
 
 
 class IndexerTensors(NamedTuple):
-    """What the indexer says of B sequences of S tokens."""
+    """The indexer's queries, keys and head weights for B sequences of S tokens."""
 
     q: Tensor  # [B, S, Hi, Di]
     k: Tensor  # [B, S, Di]
@@ -20,25 +20,26 @@ class IndexerTensors(NamedTuple):
 
 
 class LightningIndexer(nn.Module):
-    """Small heads that choose the keys of each query, as in DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
+    """Selects the keys of each query with small heads, as in DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
 
-    q comes from the layer's query latent, k and the weights of the heads from its input. The first `rope_dim` columns
-    of q and k are rotated by their positions (half-split). The factor Di**-0.5 * Hi**-0.5 is part of the weights.
+    q is a projection of the layer's query latent, k and the head weights are projections of its input. RoPE
+    (half-split) is applied to the first `rope_dim` columns of q and k. The factor Di**-0.5 * Hi**-0.5 is part of the
+    weights.
 
     Parameters: `wq_b.weight` [Hi * Di, q_lora_rank], `wk.weight` [Di, hidden_size], `k_norm.weight`, `k_norm.bias`
     [Di], `weights_proj.weight` [Hi, hidden_size].
 
     Args:
         hidden_size: columns of the layer's input.
-        q_lora_rank: columns of its query latent.
-        heads: Hi: 8, 16, 32 or 64.
-        head_dim: Di: 64 or 128.
-        rope_dim: columns that are rotated by position.
-        rope_theta: base of their frequencies.
-        hadamard: multiply q and k by the orthogonal Hadamard matrix, which leaves q.k as it is and spreads outliers
-            before rounding to fp8.
-        precision: of the scores that select: "fp8" rounds q and k to float8_e4m3fn, one scale per row. Scores that are
-            trained are never rounded.
+        q_lora_rank: columns of the layer's query latent.
+        heads: number of heads Hi: 8, 16, 32 or 64.
+        head_dim: columns per head Di: 64 or 128.
+        rope_dim: number of columns with RoPE.
+        rope_theta: base of RoPE's frequencies.
+        hadamard: multiply q and k by the orthogonal Hadamard matrix, which leaves q.k unchanged and spreads outliers
+            before quantization to fp8.
+        precision: precision of the scores that select keys: "fp8" quantizes q and k to float8_e4m3fn, with one scale
+            per row. Scores for training are never quantized.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class LightningIndexer(nn.Module):
         """`x` [B, S, hidden_size] and `q_latent` [B, S, q_lora_rank]; the first token is at position `q_start`."""
         positions = q_start + torch.arange(x.shape[1], device=x.device)
         q = self._placed(self.wq_b(q_latent).unflatten(-1, (self.heads, self.head_dim)), positions)
-        k = self._placed(self.k_norm(self.wk(x)).to(q.dtype), positions)  # autocast has norms in fp32
+        k = self._placed(self.k_norm(self.wk(x)).to(q.dtype), positions)  # autocast computes norms in fp32
         weights = self.weights_proj(x)
         weights = weights if weights.dtype == torch.float64 else weights.float()
         return IndexerTensors(q, k, weights * (self.head_dim * self.heads) ** -0.5)
@@ -82,7 +83,8 @@ class LightningIndexer(nn.Module):
 
     @torch.no_grad()
     def select(self, tensors: IndexerTensors, topk: int) -> Tensor:
-        """Ids of the best `topk` keys up to each query's own [B, S, topk], int32: ascending, then -1."""
+        """Ids of the `topk` keys with the highest scores, up to each query's own position [B, S, topk], int32:
+        ascending, then -1."""
         q, k, weights = (t.flatten(0, 1) for t in tensors)
         starts, ends = _bounds(tensors.k)
         k_scale = None
@@ -105,29 +107,30 @@ class LightningIndexer(nn.Module):
         return functional.indexer_scores(q, k, weights, packed).view(ids.shape)
 
     def logits(self, tensors: IndexerTensors) -> Tensor:
-        """Scores of all keys up to each query's own [B, S, S], -inf for later ones. Differentiable."""
+        """Scores of all keys up to each query's own position [B, S, S], -inf for later ones. Differentiable."""
         starts, ends = _bounds(tensors.k[:1])
         return torch.stack([functional.indexer_logits(q, k, w, starts, ends) for q, k, w in zip(*tensors, strict=True)])
 
 
 def _bounds(k: Tensor) -> tuple[Tensor, Tensor]:
-    """Of B packed sequences of S tokens: where each query's own begins, and the key after its last. int32 [B * S]."""
+    """Causal starts and ends, int32 [B * S], for B packed sequences of S tokens: the first key of each query's sequence
+    and one past the query's own position."""
     batch, seq = k.shape[:2]
     token = torch.arange(batch * seq, device=k.device, dtype=torch.int32)
     return token // max(1, seq) * seq, token + 1
 
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in float8_e4m3fn, and what to multiply each with, fp32."""
+    """Rows quantized to float8_e4m3fn, and the scale of each row, fp32."""
     scale = torch.linalg.vector_norm(x, torch.inf, dim=-1).float().clamp(min=1e-4) / torch.finfo(_FP8).max
     return (x / scale[..., None]).to(_FP8), scale
 
 
 def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
-    """Orthogonal, of a power of 2. Made where it is used: a buffer that is not saved would be lost on the way from a
-    meta device."""
+    """The orthogonal Hadamard matrix, whose size is a power of 2. Computed where it is used: a non-persistent buffer
+    would be lost when the module is materialized from a meta device."""
     base = like.new_ones(2, 2)
-    base[1, 1].neg_()  # assigning a number would copy it from the host, which a graph cannot capture
+    base[1, 1].neg_()  # assigning a number would copy it from the host, which a CUDA graph cannot capture
     matrix: Tensor = like.new_ones(1, 1)
     while len(matrix) < size:
         matrix = torch.kron(base, matrix)

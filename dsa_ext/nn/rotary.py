@@ -7,26 +7,26 @@ from torch import Tensor
 
 
 def apply_rope(x: Tensor, positions: Tensor, theta: float = 10_000.0, *, columns: int | None = None) -> Tensor:
-    """Rotates column i of the first half with column i of the second by positions * theta**(-i / half).
+    """Rotates column i of the first half and column i of the second by the angle positions * theta**(-i / half).
 
     Args:
         x: [B, S, ..., D].
         positions: [S].
         theta: base of the frequencies.
-        columns: how many of the first columns are rotated, an even number; the others stay. All by default.
+        columns: number of leading columns to rotate, even; the others are unchanged. All by default.
     """
     columns = x.shape[-1] if columns is None else columns
     return rotated(x, *rope_tables(x, positions, theta, columns))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """apply_rope by its tables."""
+    """apply_rope with given tables."""
     result: Tensor = _Rope.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return result
 
 
 def rope_tables(x: Tensor, positions: Tensor, theta: float, columns: int) -> tuple[Tensor, Tensor]:
-    """cos and sin for apply_rope on x [B, S, ..., D]: [1, S, ..., columns / 2], like x."""
+    """Tables of cos and sin for apply_rope on x [B, S, ..., D]: [1, S, ..., columns / 2], like x."""
     half = columns // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = positions.to(torch.float32)[:, None] * frequencies
@@ -35,7 +35,7 @@ def rope_tables(x: Tensor, positions: Tensor, theta: float, columns: int) -> tup
 
 
 def rotate_(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotates the columns of `out`, a copy of x."""
+    """Rotates the columns of `out` in place; it must hold a copy of x."""
     half = cos.shape[-1]
     (first, second), (x_first, x_second) = ((t[..., :half], t[..., half:]) for t in (out, x))
     first.mul_(cos).addcmul_(x_second, sin, value=-1)
@@ -43,7 +43,7 @@ def rotate_(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 class _Rope(torch.autograd.Function):
-    """Its gradient is rotated back, which has a gradient in turn."""
+    """The backward rotates by the negative angles, and is itself differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,39 +16,40 @@ _PHASES = ("dense", "warmup", "sparse")
 
 class SparseMLAOutput(NamedTuple):
     out: Tensor  # [B, S, hidden_size]
-    indexer_loss: Tensor | None  # mean over queries; None in the dense phase, and where gradients are off
-    ids: Tensor | None  # of the selected keys [B, S, topk]; None unless sparse
+    indexer_loss: Tensor | None  # mean over queries; None in the dense phase, and when gradients are disabled
+    ids: Tensor | None  # ids of the selected keys [B, S, topk]; None unless the phase is "sparse"
 
 
 class SparseMLA(nn.Module):
     """Causal multi-head latent attention in the absorbed form, dense or sparse (arXiv 2512.02556, section 2.1).
 
-    `phase` says how it runs, and may be set at any time:
+    `phase` sets how the layer runs, and may be changed at any time:
 
-    - "dense": every query reads all keys up to its own. The indexer is idle.
+    - "dense": every query attends to all keys up to its own position. The indexer does not run.
     - "warmup": the same, and the indexer learns to predict the attention to all keys. Freeze everything but the
-      indexer, as DeepSeek does, by `layer.requires_grad_(False); layer.indexer.requires_grad_(True)`.
-    - "sparse": every query reads the `topk` keys that the indexer selects, and the indexer learns from those.
+      indexer, as DeepSeek does, with `layer.requires_grad_(False); layer.indexer.requires_grad_(True)`.
+    - "sparse": every query attends to the `topk` keys that the indexer selects, and the indexer learns to predict the
+      attention to these.
 
-    The indexer's input is detached: its loss trains the indexer alone, and the language loss everything else. Add
-    `indexer_loss` to the loss, or call backward on both.
+    The indexer's input is detached: the indexer's loss trains the indexer only, and the language-model loss trains
+    everything else. Add `indexer_loss` to the loss, or call backward on both.
 
-    Parameters, by the names that Hugging Face's DeepSeek models use: `q_a_proj`, `q_a_layernorm`, `q_b_proj`,
+    Parameters, with the names of Hugging Face's DeepSeek models: `q_a_proj`, `q_a_layernorm`, `q_b_proj`,
     `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`, and those of `indexer` (see LightningIndexer). RoPE
-    is half-split, its columns are the last of a head of q and of `kv_a_proj_with_mqa`.
+    is half-split, and applied to the last columns of each head of q and of the output of `kv_a_proj_with_mqa`.
 
-    On a GPU the layer must be in bf16. On the CPU any floating dtype will do.
+    On a GPU the layer must be in bf16. On the CPU it may be in any floating-point dtype.
 
     Args:
         hidden_size: columns of the input and of the output.
         heads: attention heads, 1 to 128.
         q_lora_rank: columns of the query latent.
-        nope_dim, rope_dim, v_dim: columns of a head without and with RoPE, and of its value. rope_dim is 64.
-        kv_lora_rank: columns of the key latent: 512.
-        topk: keys that a query reads, 1 to 4096.
-        rope_theta: base of RoPE's frequencies, the indexer's too.
+        nope_dim, rope_dim, v_dim: columns per head without RoPE, with RoPE, and of the value. rope_dim is 64.
+        kv_lora_rank: columns of the key latent; 512.
+        topk: number of keys that a query attends to, 1 to 4096.
+        rope_theta: base of RoPE's frequencies, also in the indexer.
         indexer: further arguments of LightningIndexer.
-        phase: the first phase.
+        phase: the initial phase.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class SparseMLA(nn.Module):
 
     @torch.no_grad()
     def attention_to_all(self, x: Tensor) -> Tensor:
-        """What each key would get in dense attention, averaged over heads: [B, S, S], fp32 (float64 for float64)."""
+        """Weights of dense attention, averaged over heads: [B, S, S], fp32 (float64 for float64 inputs)."""
         of_keys = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank)[:, : self.nope_dim]
         q, kv = self._queries(self.q_a_layernorm(self.q_a_proj(x)), of_keys), self._keys(x)
         listed = _all_keys(x)
@@ -138,22 +139,22 @@ class SparseMLA(nn.Module):
         return self.indexer.select(self.indexer(x, self.q_a_layernorm(self.q_a_proj(x))), self.topk)
 
     def _attend(self, q: Tensor, kv: Tensor, listed: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, H, kv_lora_rank] and lse [B, S, H]."""
+        """Attention to the listed keys: outputs in the latent [B, S, H, kv_lora_rank] and lse [B, S, H]."""
         return functional.sparse_mla(q, kv, listed, sm_scale=self.sm_scale, d_v=self.kv_lora_rank, return_lse=True)
 
     def _distribution(self, q: Tensor, kv: Tensor, listed: Tensor, lse: Tensor) -> Tensor:
-        """What the listed keys get from all heads [B, S, K]."""
+        """Attention weights of the listed keys, summed over heads [B, S, K]."""
         return functional.attn_dist(q, kv, listed, lse, sm_scale=self.sm_scale)[:, :, 0]
 
     def _queries(self, q_latent: Tensor, of_keys: Tensor) -> Tensor:
-        """[B, S, H, kv_lora_rank + rope_dim]: heads brought to the latent's columns."""
+        """Queries of the absorbed form [B, S, H, kv_lora_rank + rope_dim]: heads projected to the latent's columns."""
         heads = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
         return absorbed_queries(heads, of_keys, *rope_tables(heads, _positions(heads), self.rope_theta, self.rope_dim))
 
     def _keys(self, x: Tensor) -> Tensor:
-        """[B, S, 1, kv_lora_rank + rope_dim]."""
+        """The latent keys and their RoPE columns [B, S, 1, kv_lora_rank + rope_dim]."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
-        latent = self.kv_a_layernorm(latent).to(k_rope.dtype)  # autocast has norms in fp32
+        latent = self.kv_a_layernorm(latent).to(k_rope.dtype)  # autocast computes norms in fp32
         return torch.cat([latent, apply_rope(k_rope, _positions(x), self.rope_theta)], dim=-1)[:, :, None]
 
 
@@ -162,6 +163,6 @@ def _positions(x: Tensor) -> Tensor:
 
 
 def _all_keys(x: Tensor) -> Tensor:
-    """Ids of all S keys for each query [B, S, 1, S]: one row in memory."""
+    """Ids of all S keys for each query [B, S, 1, S], expanded from one row in memory."""
     batch, seq = x.shape[:2]
     return torch.arange(seq, device=x.device, dtype=torch.int32).expand(batch, seq, 1, seq)

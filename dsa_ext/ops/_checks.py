@@ -1,4 +1,4 @@
-"""Argument checks of the CPU and fake implementations, worded as csrc/ words them for the kernels."""
+"""Argument checks of the CPU and fake implementations, with the same messages as the checks in csrc/."""
 
 from typing import NoReturn
 
@@ -26,7 +26,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def check_tensor(
     op: str, name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], **dims: int | None
 ) -> None:
-    """Checks dtype, rank and sizes. `dims` maps the letter of each dimension to its size, None where any will do."""
+    """Checks dtype, rank and sizes. `dims` maps the letter of each dimension to its size, None if any is allowed."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     names = " or ".join(map(dtype_name, dtypes))
     if tensor.dtype not in dtypes or tensor.dim() != len(dims):
@@ -37,18 +37,18 @@ def check_tensor(
 
 
 def differentiable_dtype(q: Tensor) -> torch.dtype:
-    """What the queries and keys of a differentiable operator must be: bf16, or what q is if the CPU takes that."""
+    """Required dtype of a differentiable operator's queries and keys: bf16, or on the CPU q's dtype if supported."""
     return q.dtype if q.device.type == "cpu" and q.dtype in _CPU_DTYPES else torch.bfloat16
 
 
 def check_scale(op: str, sm_scale: float | None) -> None:
-    """Finite in fp32, also times log2(e): the kernels' exponentials are of base 2."""
+    """sm_scale must be finite in fp32, also when multiplied by log2(e): the kernels compute exponentials in base 2."""
     if sm_scale is not None and not abs(sm_scale) <= 2.0**127:
         fail(op, f"sm_scale must be from -2^127 to 2^127, got {sm_scale:g}")
 
 
 def check_q_start(op: str, q_start: int) -> None:
-    """No query's position must overflow."""
+    """q_start must be small enough that no query's position overflows."""
     if q_start < 0 or q_start > 2**62:
         fail(op, f"q_start must be from 0 to 2^62, got {q_start}")
 

@@ -1,5 +1,5 @@
-"""What the operators' files share: the torch.library fragment, the error of a missing kernel, autograd's part, and what
-holds on every path to an operator: the deterministic switch and autocast."""
+"""Registration of the operators with PyTorch: the torch.library fragment, the error for a missing kernel, autograd, the
+deterministic switch and autocast."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def explain_missing_cuda(op: str) -> None:
-    """Where the compiled library is missing, or older than `op`, makes a CUDA call of `op` say so."""
+    """If the compiled library is missing, or too old to have `op`, makes CUDA calls of `op` raise an explanation."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"dsa::{op}", "CUDA"):
         return
 
@@ -30,14 +30,14 @@ def explain_missing_cuda(op: str) -> None:
 
 
 def use_autograd_function(op: str, function: type[torch.autograd.Function]) -> None:
-    """Registers `function` as what `op` calls where a gradient is wanted: with the keys below autograd, and the
-    arguments but for trailing ones that equal their defaults, which the dispatcher leaves out."""
+    """Registers `function` as the autograd implementation of `op`. It gets the dispatch keys below autograd and the
+    arguments, except trailing ones that equal their defaults: the dispatcher leaves these out."""
     # torch.library.register_autograd does the same at more than twice the cost per call.
     _above_devices(op, function.apply)
 
 
 def differentiable_once(op: str) -> None:
-    """Registers `op`, which computes gradients, so that an attempt to differentiate these is an error."""
+    """Registers `op`, whose results are gradients, with autograd such that differentiating these is an error."""
     redispatch = getattr(torch.ops.dsa, op).default.redispatch
 
     def with_gradient(keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ def differentiable_once(op: str) -> None:
 
 
 def without_gradient(op: str) -> None:
-    """Registers `op` with autograd as one whose results never require a gradient."""
+    """Registers `op` with autograd as an operator whose results never require a gradient."""
     redispatch = getattr(torch.ops.dsa, op).default.redispatch
 
     def with_gradient(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
@@ -60,7 +60,7 @@ def without_gradient(op: str) -> None:
 
 
 def _above_devices(op: str, with_gradient: Callable[..., Any]) -> None:
-    """Registers with autograd what `op` calls where a gradient is wanted; nothing is in between elsewhere."""
+    """Registers `with_gradient` as what `op` calls if a gradient is required; otherwise `op` redispatches directly."""
     redispatch = getattr(torch.ops.dsa, op).default.redispatch
     any_requires_grad = torch._C._any_requires_grad
     transforms_active = torch._C._are_functorch_transforms_active
@@ -85,7 +85,7 @@ def _refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
 
 
 class _NotDifferentiableAgain(torch.autograd.Function):
-    """The first `count` tensors as they are, connected to all, whose gradient is an error."""
+    """Returns the first `count` tensors unchanged, as results of all tensors; its backward is an error."""
 
     @staticmethod
     def forward(ctx: Any, op: str, count: int, *tensors: Any) -> tuple[Tensor, ...]:
@@ -101,7 +101,7 @@ class _NotDifferentiableAgain(torch.autograd.Function):
 
 
 def not_differentiable_again(op: str, gradients: tuple[Tensor, ...], *sources: Any) -> tuple[Tensor, ...]:
-    """Gradients that depend on `sources`: where a graph of them is recorded, one that ends in an error."""
+    """Gradients that depend on `sources`: if autograd records a graph, differentiating them again is an error."""
     if not torch.is_grad_enabled():
         return gradients
     result: tuple[Tensor, ...] = _NotDifferentiableAgain.apply(op, len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
@@ -111,8 +111,8 @@ def not_differentiable_again(op: str, gradients: tuple[Tensor, ...], *sources: A
 def follow_deterministic_switch(op: str) -> None:
     """Makes torch.use_deterministic_algorithms imply `deterministic`, the last argument of `op`.
 
-    The switch is read where the dispatcher goes on to a device's implementation, which every call does in the end: by
-    another operator, under torch.inference_mode, out of a compiled graph.
+    The switch is read at the BackendSelect key, just before the dispatcher reaches a device's implementation. Every
+    call passes there, also from another operator, under torch.inference_mode and from a compiled graph.
     """
     overload = getattr(torch.ops.dsa, op).default
     defaults = tuple(argument.default_value for argument in overload._schema.arguments)
@@ -129,11 +129,11 @@ def follow_deterministic_switch(op: str) -> None:
 
 
 def follow_autocast(op: str, *names: str) -> None:
-    """Has torch.autocast cast the arguments `names` of `op` to bf16, as it does for scaled_dot_product_attention. Under
-    another dtype, which no operator takes, they stay as they are.
+    """Makes torch.autocast cast the arguments `names` of `op` to bf16, as it does for scaled_dot_product_attention.
+    Under another autocast dtype, which no operator takes, they are unchanged.
 
-    Nothing within the operator is cast: fp32 arguments that it asks for stay, and the CPU implementation computes in
-    the precision that it promises.
+    Nothing within the operator is cast: arguments that must be fp32 remain fp32, and the CPU implementation computes in
+    its documented precision.
     """
     overload = getattr(torch.ops.dsa, op).default
     cast = {i for i, argument in enumerate(overload._schema.arguments) if argument.name in names}

@@ -1,7 +1,7 @@
-"""How an operator is declared: once, by its schema and what belongs to it. Everything else follows from that.
+"""Declaration of an operator: its schema and its functions, in one place. Its registration follows from that.
 
-The schema gives the operator's name, its arguments with their defaults, and its results. Functions of a declaration
-take the arguments as one record, a named tuple with a field for each argument, in the order of the schema.
+The schema gives the operator's name, its arguments with their defaults, and its results. The functions of a declaration
+take the arguments as one record: a named tuple with one field per argument, in the order of the schema.
 """
 
 import inspect
@@ -27,21 +27,22 @@ class Operator:
 
     Args:
         schema: as for torch.library.Library.define.
-        check: raises what is wrong with the arguments, as far as metadata shows it.
+        check: raises an error if an argument is invalid, as far as its metadata shows.
         fake: allocates the results.
-        reference: the CPU implementation; it takes the arguments that it names, of those of the schema.
-        composite: instead of `reference`, an implementation on top of other operators, for every device.
-        saves: the tensors that `backward` needs, among arguments and results. It gets all other arguments as well.
-        backward: takes a record of what is saved and a gradient for each result, None for one that has none, and
-            returns gradients by the names of arguments. Without it results have no gradient; those of an operator whose
-            name ends with _bwd are gradients, and to differentiate them again is an error.
-        constant_results: those that have no gradient all the same.
-        autograd: instead of `backward`, a torch.autograd.Function, which also gets the keys below autograd.
-        cast: the arguments that torch.autocast casts to its dtype.
+        reference: the CPU implementation. Its parameters are names of arguments of the schema, and it gets only these.
+        composite: instead of `reference`, an implementation that calls other operators, for every device.
+        saves: names of the arguments and results, all tensors, that are saved for `backward`. The arguments that are
+            not tensors are always saved.
+        backward: takes a record of what is saved and one gradient per result (None for a result that has none), and
+            returns gradients by argument name. Without it the results have no gradient. The results of an operator
+            whose name ends with _bwd are gradients, and differentiating them again is an error.
+        constant_results: names of the results that have no gradient even so.
+        autograd: instead of `backward`, a torch.autograd.Function, which also gets the dispatch keys below autograd.
+        cast: names of the arguments that torch.autocast casts to bf16.
         flops: takes a record of the arguments, with shapes for tensors, and returns the number of operations for
             torch.utils.flop_counter.
 
-    An argument `deterministic`, the last one, is implied by torch.use_deterministic_algorithms.
+    If the last argument is named `deterministic`, torch.use_deterministic_algorithms sets it.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Operator:
         self.arguments = [argument.name for argument in self.overload._schema.arguments]
         self.defaults = tuple(argument.default_value for argument in self.overload._schema.arguments)
         self.results = [result.name for result in self.overload._schema.returns]
-        #: The record of the arguments, with `op`, the operator's name.
+        #: The type of the record of the arguments. Its attribute `op` is the operator's name.
         self.bind = self._record(self.arguments)
 
         if composite is None:

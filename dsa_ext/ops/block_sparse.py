@@ -1,4 +1,4 @@
-"""Attention between blocks of queries and of keys: over listed blocks and over all, selection of blocks, gated sum."""
+"""Block-sparse attention over listed blocks, coarse attention over all keys, block selection and gated fusion."""
 
 import math
 
@@ -14,9 +14,9 @@ from dsa_ext.reference.layout import empty_rows_like
 from dsa_ext.reference.numerics import compute_dtype
 
 _COLUMNS = (64, 128)
-#: Of keys, that block_select takes.
+#: Maximum number of blocks of keys that block_select takes.
 _MAX_BLOCKS = 16384
-#: Which blocks of keys a block of queries sees.
+#: Arguments that say which keys a block of queries sees.
 _LISTS = "Tensor q2k_index, Tensor q2k_num, Tensor? kv_block_size=None"
 
 
@@ -27,7 +27,7 @@ def _check_columns(a: Args, name: str) -> None:
 
 
 def _check_attention(a: Args) -> None:
-    """What all three operators of attention share."""
+    """Checks shared by all three attention operators."""
     dtype = differentiable_dtype(a.q)
     check_tensor(a.op, "q", a.q, dtype, B=None, H=None, Nq=None, D=None)
     batch, heads, _, dim = a.q.shape
@@ -119,9 +119,9 @@ def _sparse_backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[
 def _coarse_backward(
     a: Args, dout: Tensor | None, dlse: Tensor | None, _dscores: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """The gradients of block_sparse_attn_fwd, with lists of all blocks."""
+    """Gradients by block_sparse_attn_bwd, with lists of all blocks."""
     rows = (*a.q.shape[:2], blocks(a.q.shape[2]))
-    # Every list is the same memory. One without blocks names one that does not exist.
+    # All lists are views of the same memory. If there are no blocks, they list one that does not exist: it is skipped.
     everything = torch.arange(torch.sym_max(1, blocks(a.k.shape[2])), dtype=torch.int32, device=a.q.device)
     return _attention_backward(a, dout, dlse, everything.expand(*rows, -1), (everything[-1] + 1).expand(rows), None)
 
@@ -150,7 +150,7 @@ Operator(
     saves=("q", "k", "v", "out", "lse", "q2k_index", "q2k_num", "kv_block_size"),
     backward=_sparse_backward,
     cast=("q", "k", "v"),
-    # Two matmuls over every listed block, whether it takes part or not: the count must not depend on data.
+    # Two matmuls over every slot of the lists, in use or not: the count must not depend on data.
     flops=lambda a: 4 * math.prod(a.q) * a.q2k_index[3] * BLOCK,
 )
 Operator(
@@ -159,7 +159,7 @@ Operator(
     check=_check_sparse_bwd,
     fake=lambda a: tuple(map(empty_rows_like, (a.q, a.k, a.v))),
     reference=reference.block_sparse_attn_bwd,
-    # Five over every listed block: scores, dP, dq, dk and dv.
+    # Five matmuls over every slot of the lists: scores, dP, dq, dk and dv.
     flops=lambda a: 10 * math.prod(a.q) * a.q2k_index[3] * BLOCK,
 )
 Operator(
@@ -171,7 +171,7 @@ Operator(
     backward=_coarse_backward,
     constant_results=("scores",),
     cast=("q", "k", "v"),
-    # Two matmuls. The kernel computes the first one twice, and takes sums over queries aside.
+    # Two matmuls. Not counted: the kernel computes the first one twice, and sums over queries.
     flops=lambda a: 4 * math.prod(a.q) * a.k[2],
 )
 Operator(

@@ -1,4 +1,4 @@
-"""Quantisation to fp8 with a scale for each block, and the product of such matrices. Neither has a gradient."""
+"""Quantization to fp8 with one scale per block, and the product of such matrices. Neither is differentiable."""
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def _check_gemm(args: Args) -> None:
 
 
 def _many_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
-    """cuBLASLt's product, which wants rows of a in fours, none that overlap, and scales in layouts of its own."""
+    """The product by cuBLASLt, which requires a multiple of 4 rows of a, no overlapping rows, and its scale layouts."""
     if not _LIBRARY_IS_THERE:
         return a.new_empty(0)
     a, b = (x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous() for x in (a, b))
@@ -59,7 +59,7 @@ def _many_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
 
 
 def _in_fours(b_s: Tensor) -> Tensor:
-    """Rows as prepare_weight has them in memory: padded to a multiple of 4."""
+    """b_s with its rows padded to a multiple of 4 elements, without a copy if prepare_weight has stored it so."""
     rows, blocks = b_s.shape
     padded = -(-blocks // 4) * 4
     if padded == blocks:
@@ -83,6 +83,6 @@ Operator(
     reference=reference.fp8_gemm,
     flops=lambda args: 2 * args.a[0] * args.a[1] * args.b[0],
 )
-#: What fp8_gemm calls on a GPU for more rows than its kernel is for. Returns one dimension where it cannot.
+#: fp8_gemm calls this on a GPU for more rows than its kernel takes. Returns a 1-D tensor if PyTorch's CUDA is too old.
 library.define(f"_fp8_gemm_many_rows({_MATRICES}) -> Tensor")
 library.impl("_fp8_gemm_many_rows", _many_rows, "CUDA")

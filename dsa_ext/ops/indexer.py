@@ -1,4 +1,4 @@
-"""The indexer's scores of all keys and of listed ones, the selection of the best, its loss, and their gradients."""
+"""The indexer's scores of all keys and of listed keys, top-k selection, its loss, and their gradients."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from dsa_ext.ops._operator import OPERATORS, Args, Operator
 from dsa_ext.reference.indexer import empty_logits, runs
 from dsa_ext.reference.numerics import compute_dtype
 
-#: What the kernels take, and what the reference takes on the CPU besides.
+#: Dtypes that the kernels take, and those that the reference takes in addition on the CPU.
 _DTYPES, _CPU_DTYPES = (torch.float8_e4m3fn, torch.bfloat16), (torch.float32, torch.float64)
 _SELECT_DTYPES = (torch.float32, torch.bfloat16)
 _HEADS = (8, 16, 32, 64)
@@ -41,7 +41,7 @@ def _on_cpu(tensor: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def _check_tensors(a: Args, dtype: torch.dtype | tuple[torch.dtype, ...]) -> None:
-    """The types and shapes of q, which must be of `dtype`, k and weights."""
+    """Checks dtypes and shapes of q, which must be of `dtype`, k and weights."""
     check_tensor(a.op, "q", a.q, dtype, S=None, Hi=None, Di=None)
     seq, heads, dim = a.q.shape
     check_tensor(a.op, "k", a.k, a.q.dtype, S_kv=None, Di=dim)
@@ -57,7 +57,7 @@ def _check_heads(a: Args) -> None:
 
 
 def _check_bounded(a: Args, k_scale: Tensor | None = None) -> None:
-    """What the operators on all keys within bounds share."""
+    """Checks shared by the operators on all keys within bounds."""
     _check_tensors(a, a.q.dtype if _on_cpu(a.q, *_CPU_DTYPES) else _DTYPES)
     bounds = {"starts": a.starts, "ends": a.ends}
     for name, bound in bounds.items():
@@ -85,7 +85,7 @@ def _check_bounded_bwd(a: Args) -> None:
 
 
 def _check_unbounded(a: Args) -> None:
-    """What the operators without bounds share."""
+    """Checks shared by the operators without bounds."""
     _check_tensors(a, differentiable_dtype(a.q))
     _check_heads(a)
     check_same_device(a.op, "q", a.q, k=a.k, weights=a.weights)
@@ -108,7 +108,7 @@ def _fake_gradients(a: Args) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _LogitsFunction(torch.autograd.Function):
-    """Refuses fp8, which has no gradient, where one is wanted."""
+    """Rejects fp8, which has no gradient: autograd calls this only if a gradient is required."""
 
     @staticmethod
     def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> Tensor:
@@ -132,7 +132,7 @@ def _listed_backward(a: Args, dscores: Tensor | None) -> dict[str, Tensor | None
 
 
 def _matmul(a: Args, keys: int) -> int:
-    """Over every key or listed slot, whether it takes part or not: the count must not depend on data."""
+    """Operations of one matmul over every key or slot, visible or not: the count must not depend on data."""
     seq, heads, dim = a.q
     count: int = 2 * seq * heads * keys * dim
     return count
@@ -246,7 +246,7 @@ def _check_dense_loss(a: Args) -> None:
 
 
 def _bounds(q: Tensor, first: int, last: int, keys: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Of queries at positions [first, last), of which there are `keys` keys: starts and ends."""
+    """starts and ends of the queries at positions [first, last), for `keys` keys."""
     ks = torch.zeros(last - first, device=q.device, dtype=torch.int32)
     if not causal:
         return ks, torch.full_like(ks, keys)
@@ -254,7 +254,7 @@ def _bounds(q: Tensor, first: int, last: int, keys: int, causal: bool) -> tuple[
 
 
 def _dense_loss(a: Args) -> tuple[Tensor, ...]:
-    """indexer_loss over all keys, some queries at a time."""
+    """indexer_loss over all keys, in chunks of queries."""
     seq, s_kv = a.q.shape[0], a.k.shape[0]
     loss = a.weights.new_zeros(())
     dq, dweights = a.q.new_zeros(a.q.shape), a.weights.new_zeros(a.weights.shape)
@@ -288,7 +288,8 @@ def _fake_dense_loss(a: Args) -> tuple[Tensor, ...]:
 def _forward_with_gradients(
     ctx: Any, keyset: torch._C.DispatchKeySet, a: Args, count: int, only: str
 ) -> tuple[Tensor, ...]:
-    """The forward of a loss that returns the gradients by its first `count` arguments, the only ones, as well."""
+    """Forward of a loss that also returns the gradients with respect to its first `count` arguments. No other argument
+    may require a gradient."""
     for name, value in zip(a._fields[count:], a[count:], strict=True):
         if isinstance(value, Tensor) and value.requires_grad:
             fail(a.op, f"{name} must not require a gradient: only {only}")
@@ -313,7 +314,7 @@ class _LossFunction(torch.autograd.Function):
 
 
 class _DenseLossFunction(torch.autograd.Function):
-    """The gradients are those of the sum of the losses, which is all that the forward returns."""
+    """The forward computes the sum of the losses and its gradients; the backward scales them by the incoming one."""
 
     @staticmethod
     def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections: what a layer reads of the streams, the streams after it, and gradients."""
+"""Manifold-constrained hyper-connections: a layer's input from the streams, the streams after it, and gradients."""
 
 import torch
 from torch import Tensor
@@ -23,14 +23,14 @@ def _check_streams(a: Args) -> None:
 
 
 def _check_like_x(a: Args, name: str, **dims: int) -> None:
-    """[B, S, ..] of these further sizes in the dtype of x."""
+    """Checks a tensor [B, S, ...] with these trailing sizes and the dtype of x."""
     tensor = getattr(a, name)
     check_tensor(a.op, name, tensor, a.x.dtype, B=a.x.shape[0], S=a.x.shape[1], **dims)
     check_same_device(a.op, "x", a.x, **{name: tensor})
 
 
 def _check_token(a: Args, **tensors: tuple[int, ...]) -> None:
-    """Of each token: fp32 tensors [B, S, ..] of these further sizes."""
+    """Checks per-token tensors [B, S, ...] with these trailing sizes: fp32, or float64 if x is."""
     for name, sizes in tensors.items():
         tensor, letters = getattr(a, name), dict(zip("MN", sizes, strict=False))
         check_tensor(a.op, name, tensor, compute_dtype(a.x), B=a.x.shape[0], S=a.x.shape[1], **letters)
@@ -38,7 +38,7 @@ def _check_token(a: Args, **tensors: tuple[int, ...]) -> None:
 
 
 def _check_gates(a: Args, bias: Tensor | None = None) -> None:
-    """What mhc_pre_fwd and its gradients share."""
+    """Checks shared by mhc_pre_fwd and mhc_pre_bwd."""
     _check_streams(a)
     streams, columns, dtype = a.x.shape[2], a.x.shape[3], compute_dtype(a.x)
     mixed = streams * streams + 2 * streams
@@ -109,7 +109,7 @@ def _post_backward(a: Args, dout: Tensor | None) -> dict[str, Tensor | None]:
 
 
 def _product(a: Args) -> int:
-    """That of phi and the streams of all tokens."""
+    """Operations of the product of phi and the streams of all tokens."""
     batch, length = a.x[:2]
     count: int = 2 * batch * length * a.phi[0] * a.phi[1]
     return count
@@ -121,7 +121,7 @@ Operator(
     check=lambda a: _check_gates(a, a.bias),
     fake=_fake_pre,
     reference=reference.mhc_pre_fwd,
-    # In the order in which mhc_pre_bwd takes them after the gradients.
+    # In the order in which mhc_pre_bwd takes them, after the gradients.
     saves=("x", "phi", "alpha", "gamma", "h_post", "inv_rms", "h_mix", "h_pre"),
     backward=_pre_backward,
     constant_results=("inv_rms", "h_mix", "h_pre"),

@@ -1,4 +1,4 @@
-"""Sparse multi-query latent attention, its gradients, and its distribution over the listed keys."""
+"""Sparse multi-query latent attention, its gradients, and its attention weights summed over heads."""
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from dsa_ext.reference.sparse_mla import HEADS_PER_BLOCK
 
 _SHAPES = ((576, 512), (512, 512))
 _MAX_HEADS_PER_GROUP = 128
-#: How a query sees its slots.
+#: Arguments that say which slots a query sees.
 _SLOTS = "bool causal=True, SymInt q_start=0, SymInt positions_per_key=1, Tensor? topk_length=None"
 
 
 def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
-    """What all three operators share."""
+    """Checks shared by all three operators."""
     dtype = differentiable_dtype(a.q)
     check_tensor(a.op, "q", a.q, dtype, B=None, S=None, H=None, Dqk=None)
     batch, seq, heads, d_qk = a.q.shape
@@ -97,7 +97,7 @@ def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Te
 
 
 def _matmul_columns(a: Args, columns: int) -> int:
-    """Over every listed slot, whether it takes part or not: the count must not depend on data."""
+    """Operations of matmuls with so many columns over every slot, visible or not: the count must not depend on data."""
     batch, seq, heads, _ = a.q
     count: int = 2 * batch * seq * heads * a.indices[3] * columns
     return count
@@ -121,7 +121,7 @@ Operator(
     check=_check_bwd,
     fake=_fake_bwd,
     reference=reference.sparse_mla_bwd,
-    # Scores, dP, dQ, and the key's and the value's part of dkv.
+    # Scores, dP, dQ, and the parts of dkv that come from the keys and from the values.
     flops=lambda a: _matmul_columns(a, 3 * a.q[3] + 2 * a.d_v),
 )
 Operator(

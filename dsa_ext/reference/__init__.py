@@ -1,4 +1,4 @@
-"""Readable PyTorch versions of the operators: the oracle of the tests, and what runs on the CPU."""
+"""Readable PyTorch implementations of the operators: the reference of the tests, and what runs on the CPU."""
 
 from dsa_ext.reference.block_select import *  # noqa: F403
 from dsa_ext.reference.block_sparse import *  # noqa: F403

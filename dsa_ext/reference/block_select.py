@@ -1,7 +1,7 @@
-"""Selection of blocks of keys from coarse weights in plain PyTorch, on any device.
+"""Selection of blocks of keys by coarse weights in plain PyTorch, on any device.
 
-Masses are integers and the few operations on them float64, each rounded by itself: the result is a function of the
-weights alone, and the same everywhere.
+A mass is a weight that is scaled and rounded down to an integer. The few other operations are float64, each rounded
+separately. So the result is a function of the weights alone, the same on every device.
 """
 
 import math
@@ -14,14 +14,14 @@ _MASS_BITS = 30
 
 
 def slots(blocks: int, topk: int | None, min_blocks: int, max_ratio: float) -> int:
-    """What a row of so many blocks can keep at most, of any weights; at least 1."""
+    """The maximum number of blocks that a row of `blocks` blocks can keep, whatever its weights; at least 1."""
     most = torch.sym_max(min_blocks, math.ceil(max_ratio * blocks)) if topk is None else topk
     width: int = torch.sym_max(1, torch.sym_min(blocks, most))
     return width
 
 
 def weights_of(scores: Tensor) -> Tensor:
-    """Finite and not negative, in fp32. What is negative or NaN counts as 0."""
+    """The scores in fp32, made finite and nonnegative. Negative scores and NaN become 0."""
     return scores.float().nan_to_num(0).clamp(0, torch.finfo(torch.float32).max)
 
 
@@ -29,16 +29,16 @@ def masses(weights: Tensor) -> Tensor:
     """floor(weight * 2^(30 - e)), int64, with e such that 2^(e - 1) <= the row's largest weight < 2^e."""
     wide = weights.double()
     _, exponent = torch.frexp(wide.amax(-1, keepdim=True))
-    # The power of two by its bits: pow need not be exact.
+    # The power of two is built from its bits: pow need not be exact.
     scale = ((1023 + _MASS_BITS - exponent.long()) << 52).view(torch.float64)
     return (wide * scale).floor().long()
 
 
 def counts(mass: Tensor, tau: float, min_blocks: int, min_ratio: float, max_ratio: float) -> Tensor:
-    """How many blocks each row keeps, of its masses in descending order."""
+    """Number of blocks that each row keeps, given its masses in descending order."""
     n = mass.shape[-1]
     total = mass.sum(-1)
-    # A block is needed where those before it do not have the wanted mass.
+    # A block is needed if the blocks before it do not reach the wanted mass.
     before = mass.cumsum(-1) - mass
     wanted = tau * total.double()
     needed = (before.double() < wanted[..., None]).sum(-1)
@@ -58,7 +58,8 @@ def block_select(
     min_ratio: float = 0.05,
     max_ratio: float = 0.5,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`dsa_ext.block_select`; with topk its mode "topk", else "gini_tau", or with both ratios 1 "top_tau"."""
+    """See :func:`dsa_ext.block_select`. The mode is "topk" if topk is given, else "gini_tau"; with both ratios 1 that
+    is the same as "top_tau"."""
     n = scores.shape[3]
     width = slots(n, topk, min_blocks, max_ratio)
     if n == 0:

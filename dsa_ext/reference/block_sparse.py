@@ -1,10 +1,10 @@
 """Attention of blocks of queries to listed blocks of keys in plain PyTorch, forward and backward, on any device.
 
-Arithmetic is fp32, or float64 for float64 inputs. Blocks of queries are taken in chunks, which bound the memory next to
-the tensors themselves.
+Arithmetic is fp32, or float64 for float64 inputs. Blocks of queries are processed in chunks, which bounds the memory
+needed in addition to the tensors themselves.
 
-Letters: B batch, H heads, Hkv heads of keys, Nq queries, Nkv keys, D columns of a head, M listed blocks; Mq and Mkv
-blocks of queries and keys.
+Letters: B batch, H heads, Hkv key heads, Nq queries, Nkv keys, D columns per head, M listed blocks; Mq and Mkv blocks
+of queries and keys.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from torch import Tensor
 from dsa_ext.reference.layout import empty_rows_like
 from dsa_ext.reference.numerics import compute_dtype, raised
 
-#: Queries, and keys, of a block.
+#: Queries per block, and keys per block.
 BLOCK = 64
-#: Elements that the temporaries of one chunk may hold.
+#: Maximum number of elements in the temporaries of one chunk.
 _CHUNK_ELEMENTS = 2**26
 
 
 def blocks(length: int) -> int:
-    """Blocks that so many queries or keys make, the last of which may be shorter."""
+    """Number of blocks of `length` queries or keys; the last block may be shorter."""
     return -(-length // BLOCK)
 
 
@@ -44,12 +44,12 @@ def valid_keys(k: Tensor, kv_block_size: Tensor | None) -> Tensor:
 
 @dataclass
 class BlockChunk:
-    """A run of blocks of queries with their keys gathered. Slots that are not visible hold zeros."""
+    """Consecutive blocks of queries with their gathered keys. Slots that are not visible hold zeros."""
 
     queries: slice
     q: Tensor  # [B, H, m, 64, D]
     keys: Tensor  # [B, H, m, M * 64, D]
-    values: Tensor  # the same
+    values: Tensor  # like keys
     visible: Tensor  # [B, H, m, 1, M * 64]
     rows: Tensor  # [B, H, m, M], blocks of k flattened to [B * Hkv * (Mkv + 1), 64, D]
 
@@ -58,14 +58,14 @@ class BlockChunk:
 
 
 def cut(x: Tensor, count: int) -> Tensor:
-    """[B, H, N, D] as [B, H, count, 64, D], zero-padded."""
+    """Cuts [B, H, N, D] into blocks [B, H, count, 64, D], zero-padded."""
     missing = count * BLOCK - x.shape[2]
     padded: Tensor = torch.nn.functional.pad(x, (0, 0, 0, missing))
     return padded.reshape(*x.shape[:2], count, BLOCK, x.shape[3])
 
 
 def uncut(x: Tensor, like: Tensor) -> Tensor:
-    """The other way round: in the layout and dtype of `like` [B, H, N, D]."""
+    """The inverse of cut, in the layout and dtype of `like` [B, H, N, D]."""
     return empty_rows_like(like).copy_(x.flatten(2, 3)[:, :, : like.shape[2]])
 
 
@@ -77,7 +77,7 @@ def block_chunks(
     kv_blocks, slots = blocks(kv_length), q2k_index.shape[3]
     dtype = compute_dtype(q)
     q_cut = cut(q, blocks(length))
-    # Slots that name no block read a block of zeros after the last, and no key that is not valid is read.
+    # Slots that name no block read a block of zeros after the last one. Keys that are not valid are replaced by zeros.
     seen = torch.nn.functional.pad(valid_keys(k, kv_block_size), (0, 0, 0, 1))
     k_cut, v_cut = (cut(x, kv_blocks + 1).masked_fill(~seen[..., None], 0).flatten(0, 2) for x in (k, v))
     ids = torch.where(listed_blocks(q2k_index, q2k_num, kv_blocks), q2k_index, kv_blocks).long()
@@ -119,7 +119,7 @@ def block_sparse_attn_fwd(
         scores = chunk.scores(scale)
         sums = scores.logsumexp(-1)
         lse[:, :, chunk.queries] = sums
-        # By their own sum: where scores are large, lse does not resolve how many share the mass.
+        # Normalized by their own sum: if scores are large, lse is too coarse to tell how many keys share the mass.
         probs = scores.softmax(-1).masked_fill((sums == -torch.inf)[..., None], 0)
         out[:, :, chunk.queries] = (probs @ chunk.values).to(q.dtype)
     return uncut(out, q), lse.flatten(2)[..., : q.shape[2]].contiguous()
@@ -142,7 +142,7 @@ def block_sparse_attn_bwd(
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     dtype = compute_dtype(q)
     count, kv_blocks = blocks(q.shape[2]), blocks(k.shape[2])
-    # dS = P (dP - delta): each row's correction, and what reaches it through lse.
+    # dS = P (dP - delta), where delta includes the gradient that arrives through lse.
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(dtype)
@@ -153,7 +153,7 @@ def block_sparse_attn_bwd(
     dk, dv = (q.new_zeros(*k.shape[:2], kv_blocks + 1, BLOCK, q.shape[3], dtype=dtype) for _ in range(2))
     for chunk in block_chunks(q, k, v, q2k_index, q2k_num, kv_block_size):
         run = chunk.queries
-        # Products with 0 would let NaN through to keys that are not valid, and from queries that do not see them.
+        # Masks, because 0 * NaN is NaN: it would reach keys that are not valid, or that the query does not see.
         probs = torch.exp(chunk.scores(scale) - row_lse[:, :, run]).masked_fill(~chunk.visible, 0)
         upstream = dout_cut[:, :, run].to(dtype)
         dscores = probs * (upstream @ chunk.values.mT - delta[:, :, run]) * scale

@@ -1,7 +1,7 @@
-"""Attention to pooled keys, and what it gives to each of them, in plain PyTorch, on any device.
+"""Attention to pooled keys, and its mean weights per block of queries, in plain PyTorch, on any device.
 
-Arithmetic is fp32, or float64 for float64 inputs. Blocks of queries are taken in chunks, which bound the memory next to
-the tensors themselves. Letters are those of block_sparse.
+Arithmetic is fp32, or float64 for float64 inputs. Blocks of queries are processed in chunks, which bounds the memory
+needed in addition to the tensors themselves. Letters are those of block_sparse.
 """
 
 import torch
@@ -11,7 +11,7 @@ from dsa_ext.reference.block_sparse import BLOCK, blocks
 from dsa_ext.reference.layout import empty_rows_like
 from dsa_ext.reference.numerics import compute_dtype
 
-#: Elements that the temporaries of one chunk may hold.
+#: Maximum number of elements in the temporaries of one chunk.
 _CHUNK_ELEMENTS = 2**26
 
 
@@ -33,7 +33,7 @@ def coarse_attn_fwd(q: Tensor, k: Tensor, v: Tensor, sm_scale: float | None = No
     for begin in range(0, blocks(length), step):
         run = slice(begin, begin + step)
         queries = slice(begin * BLOCK, (begin + step) * BLOCK)
-        # Heads that read the same keys, side by side: [B, Hkv, H / Hkv, n, D].
+        # Heads that read the same keys are grouped: [B, Hkv, H / Hkv, n, D].
         chunk = q[:, :, queries].unflatten(1, (kv_heads, heads // kv_heads)).to(dtype)
         logits = chunk @ keys.mT * scale
         sums = logits.logsumexp(-1)

@@ -1,12 +1,12 @@
-"""Quantisation to fp8 with a scale for each block, and the product of such matrices, in plain PyTorch."""
+"""Quantization to fp8 with one scale per block, and the product of such matrices, in plain PyTorch."""
 
 import torch
 from torch import Tensor
 
 BLOCK = 128
-#: Largest number of e4m3.
+#: Largest finite number of e4m3.
 LARGEST = 448.0
-#: A block's largest magnitude counts as this at least.
+#: Lower bound on the largest magnitude of a block.
 SMALLEST = 1e-4
 
 
@@ -38,19 +38,19 @@ def fp8_gemm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
 
 
 def dequantize(y: Tensor, scales: Tensor) -> Tensor:
-    """y * scales in fp32 [.., N]: the reverse of act_quant."""
+    """y * scales in fp32 [..., N]: the inverse of act_quant, up to rounding."""
     blocks: Tensor = y.float().unflatten(-1, (y.shape[-1] // BLOCK, BLOCK)) * scales[..., None]
     return blocks.flatten(-2)
 
 
 def next_power_of_two(x: Tensor) -> Tensor:
-    """The smallest power of two that is not less, of positive normal fp32 numbers; what is not finite stays."""
+    """The smallest power of two >= x, for positive normal fp32 numbers; numbers that are not finite are unchanged."""
     exponent_bits = (x.contiguous().view(torch.int32) + 0x7FFFFF) & 0x7F800000
     return torch.where(x.isfinite(), exponent_bits.view(torch.float32), x)
 
 
 def _scales(largest: Tensor, round_scale: bool) -> Tensor:
-    # Of tensors: a GPU would multiply with 1 / LARGEST instead of dividing by a number.
+    # Divides by a tensor: for a Python number a GPU would multiply by 1 / LARGEST instead.
     scales = largest.clamp(min=SMALLEST) / torch.full_like(largest, LARGEST)
     return next_power_of_two(scales) if round_scale else scales
 

@@ -1,4 +1,4 @@
-"""Weighted sum of two branches by a gate a row in plain PyTorch, forward and backward, on any device."""
+"""Sum of two branches, weighted by one gate per row, in plain PyTorch, forward and backward, on any device."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from dsa_ext.reference.numerics import compute_dtype
 
 
 def shares(fine: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """s and 1 - s [B, H, N, 1], both to all their digits, in the dtype that is computed in."""
+    """s and 1 - s [B, H, N, 1], both with full relative precision, in the compute dtype."""
     wide = gate.to(compute_dtype(fine))[..., None]
     return wide.sigmoid(), (-wide).sigmoid()
 
@@ -20,7 +20,7 @@ def gated_fusion_fwd(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
 
 
 def gated_fusion_bwd(dout: Tensor, fine: Tensor, coarse: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gated_fusion_fwd, each like what it is the gradient of."""
+    """Gradients of gated_fusion_fwd: dfine, dcoarse and dgate, like fine, coarse and gate."""
     of_fine, of_coarse = shares(fine, gate)
     upstream = dout.to(of_fine.dtype)
     along = (upstream * (fine.to(of_fine.dtype) - coarse.to(of_fine.dtype))).sum(-1, keepdim=True)

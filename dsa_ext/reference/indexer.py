@@ -1,9 +1,9 @@
-"""The lightning indexer in plain PyTorch, on any device: scores of keys, their gradients, and selection of the best.
+"""The lightning indexer in plain PyTorch, on any device: scores of keys, their gradients, top-k selection and loss.
 
-Arithmetic is fp32, or float64 for float64 inputs. Queries are taken in chunks, which bound the memory next to the
-tensors themselves.
+Arithmetic is fp32, or float64 for float64 inputs. Queries are processed in chunks, which bounds the memory needed in
+addition to the tensors themselves.
 
-Letters: S queries, S_kv keys, Hi heads, Di columns of a head; R rows and C columns of logits.
+Letters: S queries, S_kv keys, Hi heads, Di columns per head; R rows and C columns of logits.
 """
 
 from collections.abc import Iterator
@@ -13,25 +13,25 @@ from torch import Tensor
 
 from dsa_ext.reference.numerics import compute_dtype
 
-#: Elements that each temporary of one chunk of queries may hold.
+#: Maximum number of elements in each temporary of one chunk of queries.
 _CHUNK_ELEMENTS = 2**24
 
 
 def inside(starts: Tensor, ends: Tensor, columns: int) -> Tensor:
-    """Whether starts[r] <= t < ends[r]: bool [R, columns]. The bounds may be any numbers."""
+    """Whether starts[r] <= t < ends[r]: bool [R, columns]. The bounds may be any integers."""
     t = torch.arange(columns, device=starts.device)
     return (t >= starts[:, None]) & (t < ends[:, None])
 
 
 def runs(rows: int, row_elements: int) -> Iterator[slice]:
-    """Cuts rows into runs of at most _CHUNK_ELEMENTS elements, or of one row."""
+    """Splits rows into runs of at most _CHUNK_ELEMENTS elements, or of one row."""
     step = max(1, _CHUNK_ELEMENTS // max(1, row_elements))
-    for i in range(-(-rows // step)):  # the number of runs alone is what a compiled graph depends on
+    for i in range(-(-rows // step)):  # so that a compiled graph depends on the number of runs only
         yield slice(i * step, (i + 1) * step)
 
 
 def empty_logits(q: Tensor, k: Tensor) -> Tensor:
-    """Uninitialised logits [S, S_kv]. In fp32 their rows start 16-byte aligned, as topk_select asks on a GPU."""
+    """Uninitialized logits [S, S_kv]. In fp32 their rows start 16-byte aligned, as topk_select requires on a GPU."""
     s_kv = k.shape[0]
     return q.new_empty_strided((q.shape[0], s_kv), ((s_kv + 3) // 4 * 4, 1), dtype=compute_dtype(q))
 
@@ -43,7 +43,7 @@ def indexer_logits(
     starts: Tensor,
     ends: Tensor,
     k_scale: Tensor | None = None,
-    clean: bool = True,  # entries outside the bounds may be anything without it, so -inf too
+    clean: bool = True,  # ignored: without it entries outside the bounds are unspecified, so may be -inf
 ) -> Tensor:
     """See :func:`dsa_ext.indexer_logits` for the arguments. Takes any Hi and Di.
 
@@ -68,8 +68,8 @@ def indexer_logits_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of indexer_logits without `k_scale`: dq, dk and dweights, like q, k and weights.
 
-    What `dlogits` [S, S_kv] holds outside the bounds has no effect; nor has a key that is outside of all bounds, or a
-    query whose bounds are empty, whatever they hold.
+    Entries of `dlogits` [S, S_kv] outside the bounds have no effect. Neither have keys outside all bounds, or queries
+    with empty bounds, whatever they hold.
     """
     seq, heads, _ = q.shape
     s_kv = k.shape[0]
@@ -80,12 +80,12 @@ def indexer_logits_bwd(
     dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
     for run in runs(seq, heads * s_kv):
         visible = inside(starts[run], ends[run], s_kv)
-        # A product with 0 would let NaN through.
+        # Masks, because 0 * NaN is NaN.
         nothing = ~visible.any(1)[:, None, None]
         chunk_q, weight = (x.to(dtype).masked_fill(nothing, 0) for x in (q[run], weights[run, :, None]))
         chunk_keys = keys.masked_fill(~visible.any(0)[:, None], 0)
         weighted = chunk_q * weight
-        # What is not finite reaches those that see it alone, by a product with 0 too.
+        # Values that are not finite reach only the queries and keys that see them, but also through a product with 0.
         reaches_q = visible.to(dtype) @ (~chunk_keys.isfinite()).to(dtype) > 0
         reaches_keys = visible.mT.to(dtype) @ (~weighted.isfinite()).any(1).to(dtype) > 0
         finite_weighted, finite_keys = (x.masked_fill(~x.isfinite(), 0) for x in (weighted, chunk_keys))
@@ -107,7 +107,7 @@ def topk_select(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tupl
     count = min(columns, topk)
     for run in runs(rows, columns):
         row = logits[run]
-        selectable = inside(starts[run], ends[run], columns) & (row > -torch.inf)  # NaN is not
+        selectable = inside(starts[run], ends[run], columns) & (row > -torch.inf)  # False for NaN
         ranked = row + 0.0  # -0.0 + 0.0 is +0.0
         ranked, ids = ranked.masked_fill(~selectable, -torch.inf).sort(dim=1, descending=True, stable=True)
         best = ids[:, :count].masked_fill(ranked[:, :count] == -torch.inf, columns).sort(dim=1).values
@@ -138,8 +138,8 @@ def indexer_topk(
 
 
 def listed_rows(k: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys and a row of zeros [S_kv + 1, Di]; the row that each id names [S, K], that of zeros where it names no
-    key; and which name one [S, K]."""
+    """The keys with a row of zeros after them [S_kv + 1, Di]; the row that each id names [S, K], that of zeros if it
+    names no key; and which ids name a key [S, K]."""
     named = (indices >= 0) & (indices < len(k))
     return torch.cat([k, k.new_zeros(1, k.shape[1])]), torch.where(named, indices, len(k)).long(), named
 
@@ -164,7 +164,7 @@ def indexer_scores_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of indexer_scores: dq, dk and dweights, like q, k and weights.
 
-    What `dscores` [S, K] holds where an id names no key has no effect; nor has a key that nobody lists.
+    Entries of `dscores` [S, K] whose id names no key have no effect. Neither have keys that no query lists.
 
     dk is summed with `index_add_`: on CUDA the order of the additions, and with it the last bits, differ from call to
     call unless `torch.use_deterministic_algorithms(True)` is set.
@@ -182,7 +182,7 @@ def indexer_scores_bwd(
         products = chunk_q @ keys.mT  # [s, Hi, K]
         absent = hidden | (products <= 0)
         dscore, products = dscores[run, None].masked_fill(absent, 0), products.masked_fill(absent, 0)
-        # What is not finite reaches those that list it by a product with 0 too.
+        # Keys that are not finite reach the queries that list them, also through a product with 0.
         reaches_q = ~keys.isfinite().all(2).all(1, keepdim=True)
         dweights[run] = (dscore * products).sum(-1).masked_fill(reaches_q, torch.nan)
         dq[run] = dscore @ keys * weight
@@ -193,14 +193,14 @@ def indexer_scores_bwd(
 def indexer_loss(
     scores: Tensor, p: Tensor, valid: Tensor | None = None, row_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Each row's KL(p / sum(p) || softmax(scores)) over the slots that count, times its weight; and its gradient.
+    """KL(p / sum(p) || softmax(scores)) of each row over the slots that count, times its weight; and its gradient.
 
-    A slot counts where `valid`, if given, is true and the score is not -inf. Returns loss [R] and dscores [R, K].
+    A slot counts if `valid` (when given) is true and the score is not -inf. Returns loss [R] and dscores [R, K].
     """
     counts = scores != -torch.inf
     if valid is not None:
         counts &= valid
-    # Rows in which no slot counts become 0, not NaN.
+    # Rows in which no slot counts give 0, not NaN.
     log_q = torch.where(counts.any(-1, keepdim=True), scores.masked_fill(~counts, -torch.inf), 0).log_softmax(-1)
     log_q = log_q.masked_fill(~counts, 0)
     mass = p.masked_fill(~counts, 0)

@@ -7,13 +7,13 @@ from dsa_ext.reference.numerics import compute_dtype
 
 
 def split(mixed: Tensor, streams: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts [.., n], [.., n] and [.., n, n] for pre, post and res of [.., n * n + 2 n]."""
+    """Splits [..., n * n + 2 n] into the parts for pre [..., n], post [..., n] and res [..., n, n]."""
     pre, post, res = mixed.split([streams, streams, streams * streams], -1)
     return pre, post, res.unflatten(-1, (streams, streams))
 
 
 def join(pre: Tensor, post: Tensor, res: Tensor) -> Tensor:
-    """The reverse of split."""
+    """The inverse of split."""
     return torch.cat([pre, post, res.flatten(-2)], -1)
 
 
@@ -49,12 +49,12 @@ def mhc_pre_bwd(
     h_pre: Tensor,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, phi, alpha, bias and gamma, the last one empty without gamma."""
+    """Gradients with respect to x, phi, alpha, bias and gamma; the last one is empty without gamma."""
     streams, dtype = x.shape[2], compute_dtype(x)
     rows, upstream = x.to(dtype), dh_in.to(dtype)
     flat = rows.flatten(2)
     share = h_pre - eps
-    # Of the sums that the gates are functions of.
+    # Gradients with respect to alpha * t + bias of each part.
     dpre = (upstream[:, :, None] * rows).sum(-1) * share * (1 - share)
     dpost = dh_post * h_post * (1 - h_post / 2)
     dsums = join(dpre, dpost, dh_res)
@@ -72,7 +72,8 @@ def mhc_pre_bwd(
 
 
 def sinkhorn(h_res: Tensor, iterations: int) -> list[Tensor]:
-    """Logarithms of exp(h_res) [.., n, n] after each step: columns made to sum to 1, then rows, and so on."""
+    """Sinkhorn-Knopp in log space: the logarithm of exp(h_res) [..., n, n] after each step. Steps alternate between
+    normalizing the columns and the rows to a sum of 1, columns first."""
     steps = []
     for _ in range(iterations):
         for dim in (-2, -1):
@@ -91,7 +92,7 @@ def mhc_post_fwd(x: Tensor, y: Tensor, h_post: Tensor, h_res: Tensor, iterations
 def mhc_post_bwd(
     dout: Tensor, x: Tensor, y: Tensor, h_post: Tensor, h_res: Tensor, iterations: int = 20
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, y, h_post and h_res."""
+    """Gradients with respect to x, y, h_post and h_res."""
     dtype = compute_dtype(x)
     upstream, rows, layer = (t.to(dtype) for t in (dout, x, y))
     steps = sinkhorn(h_res, iterations)

@@ -1,11 +1,11 @@
-"""The precision in which the reference computes, and what it does about lse that fp32 does not resolve."""
+"""The precision in which the reference computes, and its correction for an lse that fp32 does not resolve."""
 
 import math
 
 import torch
 from torch import Tensor
 
-#: Of an lse from which on its rounding is taken care of: 2^22 in units of log 2, far above ordinary ones.
+#: Magnitude of lse above which its rounding is corrected for: 2^22 in units of log 2, far above ordinary values.
 LARGE_LSE = 2.0**22 * math.log(2)
 
 
@@ -15,12 +15,12 @@ def compute_dtype(q: Tensor) -> torch.dtype:
 
 
 def raised(lse: Tensor) -> Tensor:
-    """lse as probabilities exp(score - lse) take it: in fp32 with a margin."""
+    """lse as used in probabilities exp(score - lse): in fp32 with a margin."""
     return lse if lse.dtype == torch.float64 else with_margin(lse)
 
 
 def with_margin(lse: Tensor) -> Tensor:
-    """lse, raised where it is so large that its rounding to fp32 could make a probability more than sqrt(2), and in the
-    end overflow, by as much."""
+    """lse, raised by a margin for its rounding where it is so large that rounding to fp32 could make a probability
+    exceed sqrt(2), and eventually overflow."""
     is_large = (lse.abs() > LARGE_LSE) & (lse != -torch.inf)
     return torch.where(is_large, lse + (lse.abs() - LARGE_LSE) * 2.0**-22, lse)

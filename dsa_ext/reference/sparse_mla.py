@@ -1,7 +1,8 @@
-"""Sparse multi-query latent attention in plain PyTorch, forward, backward and its distribution, on any device.
+"""Sparse multi-query latent attention in plain PyTorch, on any device: forward, backward, and the weights of attn_dist.
 
-Arithmetic is fp32, or float64 for float64 inputs. Queries are taken in chunks, so that the gathered keys and the scores
-of one chunk bound the memory: S=4096 queries with 2048 keys each need less than 1 GB next to the tensors themselves.
+Arithmetic is fp32, or float64 for float64 inputs. Queries are processed in chunks, so that the gathered keys and the
+scores of one chunk bound the memory: S=4096 queries with 2048 keys each need less than 1 GB in addition to the tensors
+themselves.
 
 Letters: B batch, S queries, H heads, G kv groups, K selected slots, D columns of a key (the first d_v are its value).
 """
@@ -14,16 +15,16 @@ from torch import Tensor
 
 from dsa_ext.reference.numerics import compute_dtype, raised
 
-#: Heads of one partial sum of attn_dist.
+#: Heads per partial sum of attn_dist.
 HEADS_PER_BLOCK = 64
-#: Elements that the temporaries of one chunk of queries may hold.
+#: Maximum number of elements in the temporaries of one chunk of queries.
 _CHUNK_ELEMENTS = 2**26
 
 
 def visible_slots(
     indices: Tensor, s_kv: int, causal: bool, q_start: int, positions_per_key: int, topk_length: Tensor | None
 ) -> Tensor:
-    """Which slots of `indices` [B, S, G, K] take part: bool of the same shape."""
+    """Which slots of `indices` [B, S, G, K] are visible: bool of the same shape."""
     seq, topk = indices.shape[1], indices.shape[3]
     visible = (indices >= 0) & (indices < s_kv)
     if causal:
@@ -36,7 +37,7 @@ def visible_slots(
 
 @dataclass
 class QueryChunk:
-    """A run of queries with their keys gathered. Slots that do not take part hold zeros and point at row S_kv."""
+    """Consecutive queries with their gathered keys. Slots that are not visible hold zeros and point to row S_kv."""
 
     queries: slice
     q: Tensor  # [B, s, G, H/G, D]
@@ -45,7 +46,7 @@ class QueryChunk:
     rows: Tensor  # [B, s, G, K], rows of kv flattened to [B * (S_kv + 1) * G, D]
 
     def probabilities(self, lse: Tensor, sm_scale: float) -> Tensor:
-        """exp(score - lse) [B, s, G, H/G, K], 0 where nothing is visible, whatever lse is."""
+        """exp(score - lse) [B, s, G, H/G, K]; 0 in slots that are not visible, whatever lse is."""
         scores = self.scores(sm_scale)
         lse = raised(lse.masked_fill(lse == -torch.inf, 0))
         return torch.exp(scores - lse[..., None]).masked_fill(~self.visible, 0)
@@ -60,7 +61,7 @@ def query_chunks(q: Tensor, kv: Tensor, indices: Tensor, visible: Tensor) -> Ite
     s_kv, groups = kv.shape[1:3]
     topk = indices.shape[3]
     dtype = compute_dtype(q)
-    # Slots that do not take part read zeros from a row after the last.
+    # Slots that are not visible read zeros from a row after the last one.
     padded = torch.cat([kv, kv.new_zeros(batch, 1, groups, dim)], dim=1)
     ids = torch.where(visible, indices, s_kv).long()
     b = torch.arange(batch, device=q.device)[:, None, None, None]
@@ -81,7 +82,7 @@ def query_chunks(q: Tensor, kv: Tensor, indices: Tensor, visible: Tensor) -> Ite
 
 
 def share_after_sink(lse: Tensor, attn_sink: Tensor | None) -> Tensor:
-    """What the sink leaves of each row's probability mass: exp(lse) / (exp(lse) + exp(sink)); lse is [B, S, H]."""
+    """Share of a row's probability mass that the sink leaves: exp(lse) / (exp(lse) + exp(sink)); lse is [B, S, H]."""
     if attn_sink is None:
         return torch.ones_like(lse)
     share = torch.sigmoid(lse - attn_sink.to(lse.dtype))
@@ -111,7 +112,7 @@ def sparse_mla_fwd(
     for chunk in query_chunks(q, kv, indices, visible):
         scores = chunk.scores(scale)
         chunk_lse = torch.logsumexp(scores, dim=-1)
-        # By their own sum: where scores are large, lse does not resolve how many share the mass.
+        # Normalized by their own sum: if scores are large, lse is too coarse to tell how many keys share the mass.
         p = scores.softmax(-1).masked_fill((chunk_lse == -torch.inf)[..., None], 0)
         lse[:, chunk.queries] = chunk_lse.flatten(2)
         share = share_after_sink(lse[:, chunk.queries], attn_sink)
@@ -136,7 +137,7 @@ def sparse_mla_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sparse_mla_fwd: dq and dkv like q and kv, d_sink [H] in fp32 (empty without a sink).
 
-    `dout` [B, S, H, d_v] and `dlse` [B, S, H] are the gradients that arrive at its two results `out` and `lse`.
+    `dout` [B, S, H, d_v] and `dlse` [B, S, H] are the incoming gradients of its two results `out` and `lse`.
 
     dkv is summed with `index_add_`: on CUDA the order of the additions, and with it the last bits, differ from call to
     call unless `torch.use_deterministic_algorithms(True)` is set.
@@ -150,7 +151,7 @@ def sparse_mla_bwd(
     dout = dout.to(dtype)
     delta = (dout * out.to(dtype)).sum(-1)
     share = share_after_sink(lse, attn_sink)
-    # dS = share * P * (dP - delta) + P * dlse, where P is free of the sink.
+    # dS = share * P * (dP - delta) + P * dlse, where P does not include the sink.
     delta_of_scores = share * delta - (0 if dlse is None else dlse)
     dout_beside_sink = share[..., None] * dout
 
@@ -162,7 +163,7 @@ def sparse_mla_bwd(
         do = dout_beside_sink[:, chunk.queries].unflatten(2, heads_of)
         dp = do @ chunk.keys[..., :d_v].mT
         ds = p * (dp - delta_of_scores[:, chunk.queries].unflatten(2, heads_of)[..., None]) * scale
-        ds = ds.masked_fill(~chunk.visible, 0)  # an infinite dlse must not make NaN of p = 0
+        ds = ds.masked_fill(~chunk.visible, 0)  # where p = 0, an infinite dlse must not give NaN
         dq[:, chunk.queries] = (ds @ chunk.keys).flatten(2, 3)
         dkeys = ds.mT @ chunk.q
         dkeys[..., :d_v] += p.mT @ do

@@ -1,1 +1,1 @@
-"""Inputs, tolerances, timing and memory, shared by the tests and the benchmarks."""
+"""Inputs, tolerances, timing and memory measurement, shared by the tests and the benchmarks."""

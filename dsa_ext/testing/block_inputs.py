@@ -8,7 +8,7 @@ from torch import Tensor
 from dsa_ext.reference.block_sparse import BLOCK, blocks
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN
 
-#: What make_block_inputs makes without being told: see block_sparse_attn.
+#: Default sizes of make_heads and make_block_inputs, named as the shapes of block_sparse_attn.
 B, H, H_KV, N_Q, N_KV, D, M = 1, 4, 2, 100, 200, 64, 3
 
 
@@ -41,7 +41,7 @@ def make_heads(
     seed: int = 0,
     device: str = "cpu",
 ) -> list[Tensor]:
-    """Queries, keys and values: what dsa_ext.coarse_attn takes."""
+    """Random queries, keys and values: the inputs of dsa_ext.coarse_attn."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (batch, heads, n_q, dim), *((batch, kv_heads, n_kv, dim),) * 2
     return [torch.randn(x, generator=generator, dtype=torch.float64).to(device, dtype) for x in shapes]
@@ -59,7 +59,7 @@ def make_block_inputs(
     seed: int = 0,
     device: str = "cpu",
 ) -> BlockInputs:
-    """Random lists, in which every third slot names no block; counts and sizes, some of them beyond bounds."""
+    """Random inputs. Every third slot of a list names no block, and some counts and sizes are out of range."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:

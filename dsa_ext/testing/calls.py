@@ -1,4 +1,4 @@
-"""An ordinary call of every operator: the arguments, by the schema's names, that other tests then change."""
+"""Arguments of an ordinary call of every operator, by the names of its schema. Tests change them as they need."""
 
 from collections.abc import Callable
 from typing import Any
@@ -154,7 +154,8 @@ def mhc_post_bwd(tokens: int = 5, streams: int = 4, columns: int = 128) -> Args:
     return {"dout": _normal(1, tokens, streams, columns, seed=8).to(BF16), **mhc_post_fwd(tokens, streams, columns)}
 
 
-#: What of a forward's results the other operator takes, in the forward's order; None is not taken.
+#: For an operator that takes results of a forward: that forward, and the arguments' names in the order of its results;
+#: None for a result that is not taken.
 _SAVED = {
     "sparse_mla_bwd": ("sparse_mla_fwd", ("out", "lse")),
     "attn_dist": ("sparse_mla_fwd", (None, "lse")),
@@ -164,7 +165,7 @@ _SAVED = {
 
 
 def with_forward(op: str, args: Args) -> Args:
-    """The arguments of an operator that takes what another has computed, computed anew from the others."""
+    """The arguments of an operator; those that are results of another operator are computed from the others."""
     if op == "indexer_dense_loss":
         main_q, main_kv = args["main_q"], args["main_kv"]
         ids = torch.arange(len(main_kv), dtype=torch.int32, device=main_q.device).expand(1, len(main_q), 1, -1)
@@ -174,7 +175,7 @@ def with_forward(op: str, args: Args) -> Args:
     if op not in _SAVED:
         return args
     forward, names = _SAVED[op]
-    if op == "mhc_pre_bwd":  # whose own arguments have no bias
+    if op == "mhc_pre_bwd":  # which takes no bias itself
         args = {"bias": args["phi"].new_zeros(len(args["phi"])), **args}
     known = {argument.name for argument in getattr(torch.ops.dsa, forward).default._schema.arguments}
     results = getattr(torch.ops.dsa, forward)(**{name: args[name] for name in args.keys() & known})
@@ -188,5 +189,5 @@ def with_forward(op: str, args: Args) -> Args:
     return {**upstream, **kept, **saved}
 
 
-#: By operator. Each is a function of sizes, all of which have defaults.
+#: The functions above by operator. All their parameters have defaults.
 ORDINARY: dict[str, Callable[..., Args]] = {op: make for op, make in functions_of(globals()).items() if op in OPERATORS}

@@ -1,4 +1,4 @@
-"""Seeded inputs of the operators: ordinary ones, and those that break kernels."""
+"""Seeded inputs of the operators: ordinary ones, and edge cases that break kernels."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
-#: Rows of random keys that random_indices ranks at a time.
+#: Most random numbers that random_indices ranks at a time.
 _ROWS_ELEMENTS = 2**28
 
 
@@ -31,7 +31,7 @@ def make_inputs(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Inputs:
-    """Normal q and kv, and distinct random ids; rows with fewer keys than slots end in padding."""
+    """Normally distributed q and kv, and distinct random ids; rows with fewer keys than slots end in padding."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -45,7 +45,7 @@ def make_inputs(
 
 
 def random_indices(shape: tuple[int, int, int, int], s_kv: int, generator: torch.Generator) -> Tensor:
-    """Distinct ids of [0, s_kv) in random order, int32 [B, S, G, K]; -1 after the last where K > s_kv."""
+    """Distinct ids of [0, s_kv) in random order, int32 [B, S, G, K], padded with -1 at the end where K > s_kv."""
     device, topk = generator.device, shape[3]
     indices = torch.full(shape, -1, dtype=torch.int32, device=device)
     if s_kv == 0:
@@ -61,8 +61,8 @@ def random_indices(shape: tuple[int, int, int, int], s_kv: int, generator: torch
 
 
 def spoil_indices(indices: Tensor, s_kv: int, seed: int = 0) -> Tensor:
-    """A copy in which a third of the slots are ids that must be skipped, one a row is listed twice, and the first query
-    has nothing but padding."""
+    """A copy in which a third of the slots are ids that must be skipped, one id per row is listed twice, and the first
+    query has only padding."""
     generator = torch.Generator(indices.device).manual_seed(seed)
     bad = torch.tensor([INT32_MIN, -1, s_kv, INT32_MAX], dtype=torch.int32, device=indices.device)
     choice = torch.randint(0, 12, indices.shape, generator=generator, device=indices.device)
@@ -73,7 +73,7 @@ def spoil_indices(indices: Tensor, s_kv: int, seed: int = 0) -> Tensor:
 
 
 def poison_unselected(kv: Tensor, indices: Tensor, visible: Tensor) -> Tensor:
-    """A copy of kv in which every row that no query sees is NaN or Inf. `visible` marks the slots that count."""
+    """A copy of kv in which every row that no query sees is NaN or infinity. `visible` marks the slots that count."""
     batch, s_kv, groups, _ = kv.shape
     selected = torch.zeros(batch, s_kv + 1, groups, dtype=torch.bool, device=kv.device)
     ids = torch.where(visible, indices, s_kv).long()
@@ -86,8 +86,8 @@ def poison_unselected(kv: Tensor, indices: Tensor, visible: Tensor) -> Tensor:
 
 
 def strided_copy(tensor: Tensor, *, swap_leading: bool = False, pad: int = 64) -> Tensor:
-    """The same values as a view of a larger buffer: wider rows, spare rows around it, and, if wanted, the two leading
-    dimensions transposed. Every row still starts 16-byte aligned. What lies between the rows is NaN."""
+    """The same values as a view of a larger buffer with wider rows and spare rows around them; with `swap_leading` the
+    two leading dimensions are transposed. Every row still starts 16-byte aligned. The rest of the buffer is NaN."""
     source = tensor.transpose(0, 1) if swap_leading else tensor
     shape = list(source.shape)
     buffer = tensor.new_full([shape[0] + 1, shape[1] + 2, *shape[2:-1], shape[-1] + pad], torch.nan)
@@ -97,7 +97,7 @@ def strided_copy(tensor: Tensor, *, swap_leading: bool = False, pad: int = 64) -
 
 
 def strided_rows(rows: Tensor, fill: float = torch.nan) -> Tensor:
-    """The same rows [R, C] as a view of a larger buffer in which each starts 16-byte aligned. `fill` stands around."""
+    """The same rows [R, C] as a view of a larger buffer in which each starts 16-byte aligned. The rest is `fill`."""
     count, columns = rows.shape
     buffer = rows.new_full((count + 1, (columns + 15) // 16 * 16 + 32), fill)
     view = buffer[1:, 16 : 16 + columns]
@@ -110,7 +110,7 @@ class IndexerInputs:
     q: Tensor  # [S, Hi, Di]
     k: Tensor  # [S_kv, Di]
     weights: Tensor  # [S, Hi] fp32, or float64 for float64 inputs
-    k_scale: Tensor | None  # [S_kv] fp32, for float8_e4m3fn alone
+    k_scale: Tensor | None  # [S_kv] fp32, only for float8_e4m3fn
     ks: Tensor  # [S] int32
     ke: Tensor  # [S] int32
 
@@ -125,7 +125,8 @@ def make_indexer_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> IndexerInputs:
-    """Normal q, k and weights; each query sees the keys up to its own, the queries being the last `seq` of `s_kv`."""
+    """Normally distributed q, k and weights. The queries are the last `seq` of `s_kv` tokens; each sees the keys up to
+    its own."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -148,7 +149,7 @@ def make_indexer_inputs(
 
 
 def nasty_rows(columns: int, seed: int = 0, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Rows of fp32 logits [columns] that break selectors, by name."""
+    """Rows of fp32 logits [columns] by name: edge cases of top-k selection."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal() -> Tensor:
@@ -170,7 +171,7 @@ def nasty_rows(columns: int, seed: int = 0, device: torch.device | str = "cpu") 
         "all equal": 0.7 * one,
         # fp16 has 10 bits of fraction, fp32 23: these 2^12 values all round to 1.
         "one fp16 bucket": of_bits(one.view(torch.int32) + integers(0, 2**12), one),
-        # Wherever the selection ends, the last bit alone separates what it takes from what it leaves.
+        # Wherever the threshold of the selection lies, only the last bit separates selected logits from the others.
         "last bit": of_bits(one.view(torch.int32) + integers(-1, 2), one),
         "last bit, negative": of_bits(one.view(torch.int32) + integers(-1, 2), -one),
         "two clusters": sign * 1e3 + normal() * 1e-3,

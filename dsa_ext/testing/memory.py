@@ -1,4 +1,4 @@
-"""GPU memory that a call takes."""
+"""Measures the GPU memory that a call needs."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def bytes_beside_results(call: Callable[[], Sequence[Tensor]]) -> int:
-    """The most that `call` holds at a time of torch's allocator, in addition to what it returns."""
+    """Peak memory that `call` takes from PyTorch's allocator, in addition to the results it returns."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

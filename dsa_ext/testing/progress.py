@@ -1,10 +1,10 @@
-"""A progress bar for programs that take more than a moment."""
+"""A progress bar for programs that run for a while."""
 
 import sys
 
 
 class Progress:
-    """Redraws one line on a terminal; elsewhere prints a line per new label, so that logs stay readable."""
+    """Redraws one line on a terminal; elsewhere prints one line per new label, so that logs stay readable."""
 
     def __init__(self, total: int, width: int = 30) -> None:
         self._total, self._width = total, width

@@ -1,4 +1,4 @@
-"""Timing: of GPU work with CUDA events, the median of many calls, each with a cold L2; of the host with its clock."""
+"""Timing of GPU work with CUDA events (the median of many calls, each with a cold L2), and of the host's work."""
 
 import time
 from collections.abc import Callable
@@ -42,9 +42,9 @@ def _elapsed_ms(call: Callable[[], object], calls: int) -> float:
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """Microseconds until `call` returns: of 30 runs of 100 calls the fastest, since other work only ever adds.
+    """Microseconds until `call` returns: the fastest of 30 runs of 100 calls, since other work can only add time.
 
-    The work must be so small that the GPU keeps up: 100 calls are fewer than its launch queue holds.
+    The GPU work must be so small that the GPU keeps up. 100 calls fit in its launch queue.
     """
     calls = 100
     runs = []

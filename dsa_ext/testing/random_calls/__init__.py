@@ -1,5 +1,7 @@
-"""Random legal calls of every operator, of the functions with their gradients, and of the modules: what tests/soak.py
-makes. A call is a function of its target's name, a seed and the type of the device."""
+"""Random legal calls of every operator, of the functions with their gradients, and of the modules, for tests/soak.py.
+
+The name of the target, a seed and the type of the device determine a call.
+"""
 
 from collections.abc import Callable
 
@@ -15,7 +17,7 @@ __all__ = ["TARGETS", "Call", "Draw", "make_call"]
 
 
 def _target(name: str) -> str:
-    """functional_x makes a call of functional.x."""
+    """The target of a function of a family: functional_x makes calls of functional.x."""
     return name.replace("_", ".", 1)
 
 
@@ -23,7 +25,7 @@ def _of_operator(op: str, make_args: Callable[[Draw], Args]) -> Callable[[Draw],
     return lambda draw: operator_call(op, make_args(draw), draw)
 
 
-#: What can be called, by name: the operators of torch.ops.dsa, then functional.*, then nn.*
+#: All targets by name: the operators of torch.ops.dsa, then functional.*, then nn.*
 TARGETS: dict[str, Callable[[Draw], Call]] = {}
 _FAMILIES = [functions_of(vars(family)) for family in (sparse_mla, indexer, block_sparse, fp8, mhc)]
 for _functions in _FAMILIES:
@@ -35,5 +37,5 @@ TARGETS |= modules.CALLS
 
 
 def make_call(target: str, seed: int, device: torch.device | str) -> Call:
-    """The call of `target` that belongs to `seed`."""
+    """The call of `target` that `seed` determines."""
     return TARGETS[target](Draw(seed, device))

@@ -1,4 +1,4 @@
-"""Random calls of the operators between blocks of queries and of keys."""
+"""Random calls of the block-sparse operators."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ def _heads(draw: Draw) -> tuple[int, int, int, int]:
 
 
 def _tokens(draw: Draw, count: int) -> int:
-    """As many as make so many blocks."""
+    """A random number of tokens in `count` blocks, the last of which may be partial."""
     return count * BLOCK - (draw.random.randrange(BLOCK) if draw.chance(0.5) and count else 0)
 
 
 def _attention(draw: Draw) -> Args:
-    """What block_sparse_attn_fwd takes."""
+    """Arguments of block_sparse_attn_fwd."""
     batch, heads, kv_heads, dim = _heads(draw)
     q_blocks, slots = draw.within(BLOCK * BLOCK * batch * heads, draw.length(64), draw.size(64))
     (kv_blocks,) = draw.within(BLOCK * 64 * batch * kv_heads, draw.length(512))
@@ -56,7 +56,7 @@ def _attention(draw: Draw) -> Args:
 
 
 def _read(k: Tensor, index: Tensor, number: Tensor, sizes: Tensor | None) -> Tensor:
-    """Which keys some query sees [B, Hkv, Nkv]."""
+    """Mask [B, Hkv, Nkv] of the keys that some query sees."""
     batch, kv_heads, length, _ = k.shape
     count = blocks(length)
     rows = torch.where(listed_blocks(index, number, count), index, count).long().flatten(2)

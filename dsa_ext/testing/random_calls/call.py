@@ -1,4 +1,4 @@
-"""A call with its arguments: how to make it, how to judge what comes back, and which of that repeats bitwise."""
+"""A call with its arguments: how to run it, how to check its results, and which results repeat bitwise."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,27 +22,27 @@ class Call:
     run: Callable[[Args], Results]
     #: Raises AssertionError if results are wrong.
     judge: Callable[[Results, Args], object]
-    #: Results that are sums in no fixed order: their last bits may differ from call to call.
+    #: Indices of results that are summed in no fixed order: their last bits may differ from call to call.
     unordered: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list)
-    #: Whether it repeats bitwise only in the same surroundings: on the same stream, in a graph or not.
+    #: Whether it repeats bitwise only if it is run the same way: on the same stream, in a CUDA graph or not.
     same_way: bool = False
 
     def describe(self) -> str:
-        """The target, its arguments, and what was drawn."""
+        """The target, its arguments, and the notes on what was drawn."""
         args = ", ".join(f"{name}={_describe(value)}" for name, value in self.args.items() if value is not None)
         return f"{self.target}({args})" + (f"  [{'; '.join(self.notes)}]" if self.notes else "")
 
 
 def operator_call(op: str, args: Args, draw: Draw) -> Call:
-    """A call of torch.ops.dsa.<op>, rarely with random bits in the place of its numbers."""
+    """A call of torch.ops.dsa.<op>, rarely with random bits in place of its numbers."""
     draw.garbage(args)
 
     def judge(results: Results, a: Args) -> None:
         if draw.judged:
             check(op, results, a)
 
-    # The gradient of keys is the second result of them all.
+    # The gradient of the keys is the second result of all operators that have this argument.
     unordered = () if args.get("deterministic", True) else (1,)
     return Call(op, args, lambda a: run_operator(op, a), judge, unordered, draw.notes)
 
@@ -53,12 +53,12 @@ def run_operator(op: str, args: Args) -> Results:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """The same memory as a leaf that wants a gradient."""
+    """The same memory as a leaf that requires a gradient."""
     return tensor.detach().requires_grad_()
 
 
 def gradients(results: list[Tensor], upstream: list[Tensor | None], leaves: list[Tensor]) -> Results:
-    """Of those results at which something arrives."""
+    """The gradients of the leaves, from the results that have an upstream gradient."""
     pairs = [(r, g) for r, g in zip(results, upstream, strict=True) if g is not None]
     return torch.autograd.grad([r for r, _ in pairs], leaves, [g for _, g in pairs])
 

@@ -1,4 +1,4 @@
-"""A seeded source of sizes, contents, ids, bounds and memory layouts, ordinary ones and those that break kernels."""
+"""A seeded source of sizes, contents, ids, bounds and memory layouts: ordinary ones and edge cases."""
 
 import random
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from torch import Tensor
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, random_indices
 
 T = TypeVar("T")
-#: What an operator requires of memory: rows of stride 1 that start 16-byte aligned, rows of stride 1, nothing.
+#: Layout that an operator requires: rows of stride 1 that start 16-byte aligned, rows of stride 1, or any strides.
 Rows = Literal["aligned", "dense", "free"]
 
-#: Elements beyond which offsets need 64 bits.
+#: Number of elements beyond which offsets need 64 bits.
 _FAR = 2**31
-#: Sizes at which tiles, blocks, warps and splits begin or end.
+#: Sizes at and next to the boundaries of tiles, blocks, warps and splits.
 _EDGES = (
     1,
     2,
@@ -43,24 +43,25 @@ _EDGES = (
     4095,
     4096,
 )
-#: Products of all sizes that a call multiplies: most calls are small, so that many fit in a minute.
+#: Limits of the product of a call's sizes, with cumulative probabilities: most calls are small, so that many fit in a
+#: minute.
 _WORK = {"cpu": ((0.9, 2**15), (1.0, 2**18)), "cuda": ((0.5, 2**20), (0.85, 2**24), (0.97, 2**27), (1.0, 2**30))}
 _RANDOM_KEYS = 2**24
-#: What scores may reach: the exponents at which fp32 offsets of a softmax, integers of 32 bits and fp32 itself end.
+#: Magnitudes of scores at which fp32 offsets of a softmax, 32-bit integers and fp32 itself reach their limits.
 _SCORE_EDGES = (2.0**20, 2.0**29, 2.0**31, 2.0**33, 2.0**40, 1e20, 1e30, 1e37)
 
 
 class Draw:
-    """Everything random in one call, a function of the seed and the device type."""
+    """All random choices of one call. The seed and the device type determine them."""
 
     def __init__(self, seed: int, device: torch.device | str, memory: int = 5 * 2**30) -> None:
-        """`memory`: bytes that one tensor may take."""
+        """`memory`: most bytes that one tensor may take."""
         self.device, self.memory = torch.device(device), memory
         self.random = random.Random(seed)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         #: What was drawn, in words.
         self.notes: list[str] = []
-        #: Whether the results mean something. Those of numbers that no formula is good for must come, and no more.
+        #: Whether the results are checked. If the inputs are random bits, the call only has to complete.
         self.judged = True
         level = self.random.random()
         self.work = next(work for share, work in _WORK[self.device.type] if level <= share)
@@ -74,7 +75,7 @@ class Draw:
         return self.random.choice(options)
 
     def size(self, most: int, least: int = 1) -> int:
-        """From `least` to `most`, small numbers and edges of tiles more often."""
+        """From `least` to `most`; small numbers and tile boundaries are more likely."""
         edges = [edge for edge in _EDGES if least <= edge <= most]
         if edges and self.chance(0.4):
             return self.choice(edges)
@@ -82,11 +83,11 @@ class Draw:
         return least + min(span, int(span ** self.random.random())) - 1
 
     def length(self, most: int) -> int:
-        """A size that is now and then 0."""
+        """A size that is occasionally 0."""
         return 0 if self.chance(0.03) else self.size(most)
 
     def within(self, fixed: int, *sizes: int) -> list[int]:
-        """The sizes, the largest of them made smaller until all, multiplied with `fixed`, are no more than the work."""
+        """The sizes, reduced (the largest first) until their product with `fixed` is within the limit of the work."""
         shrunk = list(sizes)
 
         def product() -> int:
@@ -101,7 +102,7 @@ class Draw:
         return shrunk
 
     def scale(self) -> float | None:
-        """A factor on scores, or None for the operator's own."""
+        """A scale of the scores, or None for the operator's default."""
         if self.chance(0.6):
             return None
         return self.choice((1.0, 0.05, -0.05, 0.3, -1.0, 0.0, 1e-6, 2.5, 1e-30, -1e-42))
@@ -119,7 +120,7 @@ class Draw:
         return torch.randint(low, max(high, low + 1), shape, generator=self.generator, device=self.device).int()
 
     def floats(self, *shape: int, dtype: torch.dtype = torch.bfloat16, name: str = "") -> Tensor:
-        """Contiguous, finite: mostly normal numbers."""
+        """Contiguous and finite numbers, mostly normally distributed."""
         x = self.normal(*shape)
         kind = self.random.choices(
             ("normal", "small", "large", "denormal", "huge row", "equal", "zeros", "wide", "sparse"),
@@ -147,18 +148,18 @@ class Draw:
         return x.to(dtype)
 
     def gradient(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """What arrives at a result: ordinary numbers, often the same everywhere, as of a sum."""
+        """An upstream gradient: ordinary numbers, sometimes the same everywhere, as from sum()."""
         if self.chance(0.15):
             return torch.ones(shape, device=self.device, dtype=dtype) * self.choice((1.0, 0.0, -3e-3))
         return (self.normal(*shape) * self.choice((1.0, 1.0, 1.0, 1e-3, 30.0))).to(dtype)
 
     def to_edge(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """q, or rarely a multiple of it by a power of two whose scores with k reach an edge of fp32, but not beyond."""
+        """q, or rarely q times a power of two, so that the scores with k reach a limit of fp32 but do not exceed it."""
         if q.numel() == 0 or k.numel() == 0 or not self.chance(0.12):
             return q
         most = self.choice(_SCORE_EDGES)
         largest = float(q.abs().max()) * float(k.abs().max()) * q.shape[-1]
-        # Products must be finite in fp32 without the scale too.
+        # Products must also be finite in fp32 before they are scaled.
         bound = min(most / max(abs(scale), 1e-30), 1e37)
         if largest == 0:
             return q
@@ -169,7 +170,7 @@ class Draw:
         return (q.double() * factor).to(q.dtype)
 
     def garbage(self, args: dict[str, Any]) -> None:
-        """Rarely puts random bits, of which many are NaN or infinite, in the place of all floating-point numbers."""
+        """Rarely replaces all floating-point numbers by random bits, many of which are NaN or infinite."""
         if not self.chance(0.03):
             return
         self.notes.append("random bits")
@@ -182,7 +183,7 @@ class Draw:
     # Ids and bounds
 
     def ids(self, *shape: int, keys: int) -> Tensor:
-        """int32 [.., K] ids of [0, keys), with paddings: numbers that name no key."""
+        """int32 [.., K] ids of [0, keys), with padding: numbers that name no key."""
         slots = shape[-1]
         rows = torch.Size(shape[:-1]).numel()
         kind = self.choice(("distinct", "distinct", "distinct", "ascending", "ascending", "repeated", "same", "window"))
@@ -216,13 +217,13 @@ class Draw:
         return ids.int()
 
     def bounds(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
-        """The first key of each row and the one after its last, int32 [rows]."""
+        """The first key of each row and the end (exclusive) of its keys, int32 [rows]."""
         row = torch.arange(rows, device=self.device)
         kind = self.choice(("causal", "causal", "packed", "packed", "gaps", "gaps", "all", "random", "noise", "empty"))
         if kind == "causal":
             starts, ends = torch.zeros_like(row), row + (keys - rows + 1)
         elif kind in ("packed", "gaps"):
-            # Sequence of each row, and the keys [begin, end) of each sequence.
+            # The sequence of each row, and the keys [begin, end) of each sequence.
             sequence = row * self.size(max(1, min(rows, 9))) // max(1, rows)
             count = int(sequence[-1]) + 1 if rows else 1
             cuts = self.integers(0, keys + 1, 2 * count if kind == "gaps" else count - 1).sort().values.long()
@@ -231,7 +232,7 @@ class Draw:
             else:
                 begin, end = torch.cat([cuts.new_zeros(1), cuts]), torch.cat([cuts, cuts.new_full((1,), keys)])
             starts, ends = begin[sequence], end[sequence]
-            if self.chance(0.6):  # causal in each
+            if self.chance(0.6):  # causal within each sequence
                 of_sequence = row - torch.searchsorted(sequence, sequence)
                 ends = torch.minimum(ends, starts + of_sequence + 1)
         elif kind == "all":
@@ -248,8 +249,8 @@ class Draw:
     # Layouts
 
     def view(self, x: Tensor, rows: Rows = "aligned", *, repeat: bool = True) -> Tensor:
-        """The same values in memory of another layout that the operator allows; with `repeat` now and then some of them
-        in the place of others, by strides that are 0 or less than a row."""
+        """The same values in another memory layout that the operator allows. With `repeat`, occasionally some values
+        replace others, because strides are 0 or smaller than a row."""
         if self.chance(0.4) or x.numel() == 0:
             return self._odd_strides(x)
         unit = max(1, 16 // x.element_size()) if rows == "aligned" else 1
@@ -289,20 +290,20 @@ class Draw:
         return self._odd_strides(view)
 
     def keys(self, x: Tensor, unused: Tensor, rows: Rows = "aligned") -> Tensor:
-        """A view of x, often with NaN and Inf where `unused` says that nobody reads: of the shape of x but for trailing
-        dimensions."""
+        """A view of x, often with NaN and infinity where `unused`, a mask over the leading dimensions of x, says that
+        nothing is read."""
         if not self.chance(0.5):
             return self.view(x, rows)
         self.notes.append("NaN where unused")
         poison = torch.full_like(x, torch.nan, dtype=torch.float32)
-        if x.dtype != torch.float8_e4m3fn:  # which has no infinities
+        if x.dtype != torch.float8_e4m3fn:  # e4m3fn has no infinities
             poison.masked_fill_(self.uniform(*x.shape) < 0.3, torch.inf)
         while unused.dim() < x.dim():
             unused = unused[..., None]
         return self.view(torch.where(unused, poison, x.float()).to(x.dtype), rows, repeat=False)
 
     def _odd_strides(self, x: Tensor) -> Tensor:
-        """x, or with any numbers as strides of dimensions that have one element: they are never used to step."""
+        """x, sometimes with arbitrary strides in dimensions of one element, where the stride is never used."""
         if 1 not in x.shape or not self.chance(0.3):
             return x
         strides = list(x.stride())
@@ -312,7 +313,7 @@ class Draw:
         return x.as_strided(x.shape, strides, x.storage_offset())
 
     def _overlapping(self, x: Tensor, unit: int) -> Tensor:
-        """Rows that share elements with their neighbours, as sliding windows do."""
+        """Rows that share elements with their neighbors, as sliding windows do."""
         strides = list(x.contiguous().stride())
         strides[-2] = max(1, strides[-2] // 2 // unit) * unit
         if strides[-2] > x.contiguous().stride(-2) or any(stride % unit for stride in strides[:-1]):

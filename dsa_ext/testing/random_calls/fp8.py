@@ -9,7 +9,7 @@ from dsa_ext.reference.fp8 import BLOCK
 from dsa_ext.testing.random_calls.call import Args
 from dsa_ext.testing.random_calls.draw import Draw
 
-#: Rows beyond which a GPU takes cuBLASLt's product, if its version has it.
+#: Rows beyond which fp8_gemm on a GPU uses cuBLASLt's matmul, if the installed version has it.
 _MAX_ROWS = 64
 
 
@@ -41,5 +41,5 @@ def fp8_gemm(draw: Draw) -> Args:
 
 
 def _scales(draw: Draw, scales: Tensor) -> Tensor:
-    """As they come from what makes them, mostly, or in any strides."""
+    """Mostly in the layout of the operator that makes them, otherwise with any strides."""
     return scales if draw.chance(0.6) else draw.view(scales, "free")

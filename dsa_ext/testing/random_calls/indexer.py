@@ -21,14 +21,14 @@ from dsa_ext.testing.tolerances import check
 
 _HEADS, _DIMS = (8, 16, 32, 64), (64, 128)
 _SCORING = ("q", "k", "weights", "starts", "ends", "k_scale")
-#: Keys from which indexer_topk takes queries a few at a time.
+#: Number of keys from which indexer_topk processes a few queries at a time.
 _MANY_KEYS = 2**20
-#: Columns up to which rows that break selectors are made, all of them for each call.
+#: Most columns for which nasty_rows, which makes all its rows for each call, is used.
 _NASTY_COLUMNS = 2**15
 
 
 def _sizes(draw: Draw, keys: int = 2**17) -> tuple[int, int, int, int]:
-    """Heads, columns, queries and keys, which all queries may see."""
+    """Heads, columns, queries, and keys, all of which a query may see."""
     heads, dim = draw.choice(_HEADS), draw.choice(_DIMS)
     return heads, dim, *draw.within(heads * 2, draw.length(2048), draw.length(keys))  # type: ignore[return-value]
 
@@ -41,7 +41,7 @@ def _topk_sizes(draw: Draw) -> tuple[int, int, int, int]:
 
 
 def _scoring(draw: Draw, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Args:
-    """q, k, weights, bounds and k_scale, as indexer_logits takes them."""
+    """q, k, weights, bounds and k_scale: the arguments of indexer_logits."""
     heads, dim, seq, s_kv = sizes
     q, k = draw.floats(seq, heads, dim, dtype=torch.float32, name="q"), draw.floats(s_kv, dim, dtype=torch.float32)
     weights = draw.floats(seq, heads, dtype=torch.float32, name="weights") * (heads * dim) ** -0.5
@@ -72,7 +72,7 @@ def indexer_logits(draw: Draw) -> Args:
 
 
 def indexer_logits_call(draw: Draw) -> Call:
-    """What stands outside the bounds of a call that is not clean is not specified: it counts as -inf."""
+    """With clean=False the logits outside of the bounds are not specified: they are replaced by -inf."""
 
     def run(a: Args) -> Results:
         (logits,) = run_operator("indexer_logits", a)
@@ -107,7 +107,7 @@ def indexer_topk(draw: Draw) -> Args:
 
 
 def _differentiable(draw: Draw) -> Args:
-    """_scoring in bf16. The kernels of the gradients take weights of any strides."""
+    """_scoring in bf16. The gradients' kernels take weights of any strides."""
     args = _scoring(draw, _sizes(draw, 2**15), torch.bfloat16)
     del args["k_scale"]
     return args
@@ -129,7 +129,7 @@ def indexer_logits_bwd(draw: Draw) -> Args:
 
 
 def _listed(draw: Draw) -> Args:
-    """What indexer_scores takes."""
+    """Arguments of indexer_scores."""
     heads, dim = draw.choice(_HEADS), draw.choice(_DIMS)
     slots = 0 if draw.chance(0.01) else draw.size(4096)
     seq, slots = draw.within(2 * heads, draw.length(2048), slots)
@@ -213,7 +213,7 @@ def indexer_dense_loss(draw: Draw) -> Args:
 
 
 def indexer_dense_loss_call(draw: Draw) -> Call:
-    """Its dk follows the switch of deterministic algorithms alone."""
+    """Only torch.use_deterministic_algorithms decides whether its dk is deterministic."""
     args, deterministic = indexer_dense_loss(draw), draw.chance(0.5)
 
     def run(a: Args) -> Results:
@@ -263,7 +263,7 @@ def functional_indexer_scores(draw: Draw) -> Call:
 
 
 def functional_indexer_loss(draw: Draw) -> Call:
-    """The sum of the rows' losses: what arrives at each is 1, and its gradient that of the operator."""
+    """The sum of the rows' losses: the upstream gradient of each row is 1, so the gradient is that of the operator."""
     args = indexer_loss(draw)
 
     def run(a: Args) -> Results:
@@ -296,5 +296,5 @@ def functional_indexer_dense_loss(draw: Draw) -> Call:
     return Call("functional.indexer_dense_loss", args, run, judge, () if deterministic else (2,), draw.notes)
 
 
-#: In the place of calls of the operators alone.
+#: Calls that replace the plain call of an operator.
 CALLS = {"indexer_logits": indexer_logits_call, "indexer_dense_loss": indexer_dense_loss_call}

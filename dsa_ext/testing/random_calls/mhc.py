@@ -1,4 +1,4 @@
-"""Random calls of the operators of hyper-connections."""
+"""Random calls of the hyper-connection operators."""
 
 import torch
 
@@ -27,7 +27,7 @@ def _pre(draw: Draw) -> Args:
     alpha, bias = draw.normal(3) * draw.choice((0.01, 1.0, 5.0)), draw.normal(mixed) * draw.choice((1.0, 5.0))
     gamma = draw.view(1 + draw.normal(flat) / 4, "free") if draw.chance(0.6) else None
     x, phi, alpha, bias = (draw.view(t, "free") for t in (x, phi, alpha, bias))
-    # Without eps a token of zeros is divided by 0.
+    # With eps = 0 a token of zeros is divided by 0.
     least = float(x.float().square().mean((2, 3)).min()) if x.numel() else 0.0
     eps = draw.choice((1e-6, 1e-6, 1e-3, 0.25, 0.0 if least > 1e-3 else 1e-6))
     return {"x": x, "phi": phi, "alpha": alpha, "bias": bias, "gamma": gamma, "eps": eps}
@@ -66,7 +66,7 @@ def functional_mhc_pre(draw: Draw) -> Call:
 
     def judge(results: Results, a: Args) -> None:
         parameters = select(a, *_PARAMETERS, "eps")
-        forward = run_operator("mhc_pre_fwd", parameters)  # with what a function does not return
+        forward = run_operator("mhc_pre_fwd", parameters)  # with the results that the function does not return
         check("mhc_pre_fwd", (*results[:3], *forward[3:]), parameters)
         grads = results[3:] if a["gamma"] is not None else (*results[3:], results[1].new_empty(0))
         gates = dict(zip(_GATES, (results[1], *forward[3:]), strict=True))

@@ -1,6 +1,6 @@
-"""Random training steps of the modules of dsa_ext.nn in bf16, against the same module in float64 on the CPU.
+"""Random training steps of the modules of dsa_ext.nn in bf16, compared with the same module in float64 on the CPU.
 
-What a module selects is not a function that bf16 and float64 share: the copy is given the module's own selection.
+bf16 and float64 may select different keys, so the float64 copy is given the selection of the bf16 module.
 """
 
 import copy
@@ -18,23 +18,23 @@ from dsa_ext.testing.random_calls.call import Args, Call, Results, deterministic
 from dsa_ext.testing.random_calls.draw import Draw
 
 _BF16 = torch.bfloat16
-#: Largest |error| of a tensor as a fraction of its norm, in addition to _AS_REFERENCE times what the same module in
-#: bf16 on the CPU is off: where terms cancel, a gradient is what rounding leaves.
+#: Largest error of a tensor (as a norm): _LIMIT times the tensor's norm, plus _AS_REFERENCE times the error of the same
+#: module in bf16 on the CPU, since a gradient whose terms cancel consists of rounding errors.
 _LIMIT, _AS_REFERENCE = 0.05, 6
-#: A gradient whose norm is less than this part of the largest one is a sum of terms that cancel altogether, as those of
-#: scores that each have one key: what bf16 leaves of them, as a part of the largest norm.
+#: A gradient whose norm is less than _VANISHING times the largest one is a sum of terms that cancel completely, such as
+#: that of scores with one key per row. bf16 rounding may leave _LEFT times the largest norm of it.
 _VANISHING, _LEFT = 1e-9, 2.0**-9
 
 Named = dict[str, Tensor]
-#: A step of a module: what it makes of x and the gradient that arrives, by name. The last argument is the selection to
-#: use instead of the module's own, or None.
+#: A training step of a module: results and gradients by name, given x and the upstream gradient. The last argument is
+#: the selection to use instead of the module's own, or None.
 Step = Callable[[Any, Args, Results | None], Named]
 
 
 def _call(target: str, draw: Draw, layer: nn.Module, args: Args, step: Step, selected: tuple[str, ...] = ()) -> Call:
-    """`selected`: names of results that are its selection."""
+    """`selected`: names of the results that are the module's selection."""
     deterministic, autocast = draw.chance(0.5), draw.chance(0.3)
-    # Under autocast parameters and input may be fp32: the same numbers, in more bits.
+    # Under autocast, parameters and input may be fp32: the same numbers, stored with more bits.
     in_fp32 = autocast and not isinstance(layer, FP8Linear) and draw.chance(0.5)
     runs = copy.deepcopy(layer).float() if in_fp32 else layer
     names: list[str] = []
@@ -64,14 +64,14 @@ def _call(target: str, draw: Draw, layer: nn.Module, args: Args, step: Step, sel
             ours, theirs, right = (t.detach().double() for t in (tensor.cpu(), plain[name], exact[name]))
             _compare(name, ours, theirs, right, largest if name in of_gradients else 0.0)
 
-    # A gradient of keys without a fixed order reaches all parameters.
+    # The gradient of the keys, if summed in no fixed order, reaches all parameters.
     count = 99 if not deterministic else 0
     return Call(target, args, run, judge, tuple(range(1 + len(selected), count)), draw.notes, same_way=True)
 
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Its products of bf16 end the process on virtual machines that lack some of their processor's instructions."""
+    """Disables oneDNN: its bf16 matmuls end the process on virtual machines without some of the CPU's instructions."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -81,7 +81,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _compare(name: str, got: Tensor, plain: Tensor, exact: Tensor, largest: float) -> None:
-    """`largest`: the norm of all gradients' largest, if it is one."""
+    """`largest`: the largest norm of all gradients if the tensor is a gradient, else 0."""
     finite = exact.isfinite()
     if got.shape != exact.shape or not torch.equal(got.isfinite(), finite):
         raise AssertionError(f"{name} is not finite where it should be, or of another shape: {list(got.shape)}")
@@ -100,7 +100,7 @@ def _gradients(
 
 
 def _linear_scale(layer: nn.Module, draw: Draw) -> None:
-    """The module's own initialisation, from the call's seed."""
+    """Initializes the module's linear and norm layers again, from the call's seed."""
     torch.manual_seed(draw.random.randrange(2**31))
     for module in layer.modules():
         if isinstance(module, nn.Linear | nn.LayerNorm):

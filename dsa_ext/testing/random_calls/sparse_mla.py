@@ -1,4 +1,4 @@
-"""Random calls of sparse_mla's operators."""
+"""Random calls of the sparse MLA operators."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ from dsa_ext.testing.tolerances import check
 
 _OPTIONS = ("sm_scale", "causal", "q_start", "positions_per_key", "topk_length")
 _FORWARD = ("q", "kv", "indices", *_OPTIONS, "d_v", "attn_sink")
-#: Products of q.k are 512 or 576 columns long, a unit of work being 64.
+#: Units of work, of 64 columns each, of one product q.k, which has 512 or 576 columns.
 _COLUMNS = 8
 
 
 def _inputs(draw: Draw) -> Args:
-    """q, kv, indices and the options of all three."""
+    """q, kv, indices and the options that all three operators have."""
     d_qk, groups, batch = draw.choice((576, 512)), draw.choice((1, 1, 1, 2, 3, 8)), draw.choice((1, 1, 1, 2, 3))
     group_heads = draw.size(128)
     heads = groups * group_heads
@@ -62,7 +62,7 @@ def _scale(args: Args, d_qk: int) -> float:
 
 
 def _listed(indices: Tensor, visible: Tensor, s_kv: int) -> Tensor:
-    """Which keys a query sees [B, S_kv, G]."""
+    """Mask [B, S_kv, G] of the keys that some query sees."""
     batch, _, groups, _ = indices.shape
     listed = torch.zeros(batch, groups, s_kv + 1, dtype=torch.bool, device=indices.device)
     rows = torch.where(visible, indices, s_kv).transpose(1, 2).flatten(2).long()
@@ -96,7 +96,7 @@ def sparse_mla_bwd(draw: Draw) -> Args:
 def attn_dist(draw: Draw) -> Args:
     args = _inputs(draw)
     _, lse = run_operator("sparse_mla_fwd", args)
-    if draw.chance(0.3):  # a denominator that counts more than the listed keys
+    if draw.chance(0.3):  # a denominator that includes more than the listed keys
         lse = torch.logaddexp(lse, draw.normal(*lse.shape) * draw.choice((1.0, 20.0)))
     if draw.chance(0.1):
         lse = lse.masked_fill(draw.uniform(*lse.shape) < 0.3, -torch.inf)

@@ -1,4 +1,4 @@
-"""How far an operator's results may be from the reference in float64."""
+"""Tolerances: how far the results of an operator may be from the reference in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,22 +46,25 @@ _JUDGED: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
     for op, judge in functions_of(vars(module)).items()
     if op in OPERATORS
 }
-#: Logits that are held at a time to see what indexer_topk should have selected.
+#: Most logits that are held at a time to recompute the selection of indexer_topk.
 _LOGITS = 2**27
 
 
 def check(op: str, results: tuple[Tensor, ...] | Tensor, args: dict[str, Any]) -> dict[str, float]:
     """Compares the results of torch.ops.dsa.<op>(**args) with the reference in float64.
 
-    Raises AssertionError that names the result, the measure, the value and its limit. Returns each measure's value as a
-    fraction of its limit, which is at most 1.
+    Returns:
+        The value of each measure as a fraction of its limit, at most 1.
+
+    Raises:
+        AssertionError: A value exceeds its limit; the text names the result, the measure, the value and the limit.
     """
     _check_forms(op, (results,) if isinstance(results, Tensor) else tuple(results), _complete(op, args))
     return errors(op, results, args).check()
 
 
 def errors(op: str, results: tuple[Tensor, ...] | Tensor, args: dict[str, Any]) -> Errors:
-    """The same without judging."""
+    """The measures of check, without comparing them with their limits."""
     args = _complete(op, args)
     got = (results,) if isinstance(results, Tensor) else tuple(results)
     if op in _EXACT:
@@ -71,12 +74,12 @@ def errors(op: str, results: tuple[Tensor, ...] | Tensor, args: dict[str, Any]) 
 
 
 def expectations(op: str, args: dict[str, Any]) -> list[Expected]:
-    """What an operator is judged by that need not be exact."""
+    """The expected results and their error bounds, for an operator whose results need not be bitwise equal."""
     return _JUDGED[op](_complete(op, args))
 
 
 def forward_errors(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> Errors:
-    """Of a call of sparse_mla_fwd with these arguments."""
+    """The errors of a call of sparse_mla_fwd with these arguments."""
     return errors("sparse_mla_fwd", (out, lse), {"q": q, "kv": kv, "indices": indices, **options})
 
 
@@ -91,13 +94,13 @@ def backward_errors(
     dlse: Tensor | None,
     **options: Any,
 ) -> Errors:
-    """Of a call of sparse_mla_bwd with these arguments."""
+    """The errors of a call of sparse_mla_bwd with these arguments."""
     args = {"dout": dout, "q": q, "kv": kv, "out": out, "lse": lse, "indices": indices, "dlse": dlse}
     return errors("sparse_mla_bwd", grads, {**args, **options})
 
 
 def check_dist(dist: Tensor, q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor, **options: Any) -> float:
-    """Checks the result of a call of attn_dist with these arguments; returns similarity_error."""
+    """Checks the result of a call of attn_dist with these arguments and returns its similarity_error."""
     found = errors("attn_dist", dist, {"q": q, "kv": kv, "indices": indices, "lse": lse, **options})
     found.check()
     return found.similarity
@@ -112,18 +115,18 @@ def logits_errors(
     ends: Tensor,
     k_scale: Tensor | None = None,
 ) -> Errors:
-    """Of a call of indexer_logits with these arguments."""
+    """The errors of a call of indexer_logits with these arguments."""
     bounds = {"starts": starts, "ends": ends}
     return errors("indexer_logits", logits, {"q": q, "k": k, "weights": weights, **bounds, "k_scale": k_scale})
 
 
 def check_selected(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Fails unless the indices and values of two selections are the same bits."""
+    """Raises AssertionError unless the indices and values of two selections are bitwise equal."""
     Errors("topk_select", exact_measures(("indices", "values"), got, expected)).check()
 
 
 def _check_forms(op: str, got: tuple[Tensor, ...], args: dict[str, Any]) -> None:
-    """Number, dtypes and shapes of the results are those of the operator's fake implementation."""
+    """Checks that the number, dtypes and shapes of the results are those of the operator's fake implementation."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         fakes = {n: mode.from_tensor(t.detach()) if isinstance(t, Tensor) else t for n, t in args.items()}
         results = getattr(torch.ops.dsa, op)(**fakes)
@@ -134,7 +137,7 @@ def _check_forms(op: str, got: tuple[Tensor, ...], args: dict[str, Any]) -> None
 
 
 def _complete(op: str, args: dict[str, Any]) -> dict[str, Any]:
-    """With the schema's defaults, in its order."""
+    """The arguments in the order of the operator's schema, with its defaults for those that are missing."""
     if op not in OPS:
         raise ValueError(f"no operator {op!r}; there are {', '.join(OPS)}")
     schema = getattr(torch.ops.dsa, op).default._schema
@@ -152,7 +155,7 @@ def _topk_select(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]
 
 
 def _indexer_topk(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
-    """The selection among the operator's own logits, which are judged as well."""
+    """Compares the selection with the reference's selection from the operator's own logits, which are checked too."""
     q, k, topk = args["q"], args["k"], args["topk"]
     found: list[Measure] = []
     starts, ends = (args[name] for name in indexer.BOUNDS)
@@ -183,5 +186,5 @@ _EXACT = {
     "block_select": _block_select,
     "act_quant": _act_quant,
 }
-#: Every operator that check knows.
+#: All operators that `check` supports.
 OPS = (*_JUDGED, *_EXACT)

@@ -1,11 +1,11 @@
-"""What the attention operators may differ by.
+"""Error bounds of the attention operators.
 
-A score q.k * scale is computed in fp32: it may be off by SUM_OF_PRODUCTS of the sum of the products' magnitudes. Its
-probability is off by the exponential of that, which is nothing where magnitudes are ordinary, and anything where they
-are large, unless one key's score stands so far above the others that it takes all the weight in any case. So each
-probability has bounds of its own, and from them has each result.
+A score q.k * scale is computed in fp32. Its error is up to SUM_OF_PRODUCTS times the sum of the products' magnitudes.
+Its probability has a relative error of up to exp(error) - 1. That is negligible for ordinary magnitudes, and unbounded
+for large ones, unless the score of one key is so far above the others that it takes all the weight in any case. So each
+probability has its own bound, and the bound of each result is computed from those.
 
-n queries read the same K keys [.., K, D]; leading dimensions are those of the reference's chunks.
+Shapes: n queries read the same K keys [.., K, D]; the leading dimensions are those of the reference's chunks.
 """
 
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ from dsa_ext.testing.tolerances.limits import (
 
 @dataclass
 class Scores:
-    """Scores [.., n, K] in float64 and what fp32 leaves open of them; -inf where nothing is visible."""
+    """Scores [.., n, K] in float64 and the bounds of their error in fp32; -inf where a key is not visible."""
 
     scores: Tensor
-    noise: Tensor  # |error| of each score
-    resolution: Tensor  # [.., n]: what the truncations of partial sums leave open
-    free: Tensor  # [.., n]: whether a score may overflow
+    noise: Tensor  # bound of the |error| of each score
+    resolution: Tensor  # [.., n]: error of lse because partial sums are truncated
+    free: Tensor  # [.., n]: whether a score of the row may overflow
 
 
 def scores_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Scores:
@@ -51,7 +51,7 @@ def scores_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Scores:
     free = overflows(products * max(1.0, 2 * abs(scale))).any(-1)
     largest = q.abs().amax(-1)[..., None] * keys.abs().amax(-1)[..., None, :]
     units = units_of_lse((largest * q.shape[-1] / products).nan_to_num(0, 0, 0))
-    products = products.masked_fill(scores == -torch.inf, 0)  # an infinite key's, too, has no weight, whatever it is
+    products = products.masked_fill(scores == -torch.inf, 0)  # probability 0 in any case, also of an infinite key
     return Scores(
         scores=scores,
         noise=(abs(scale) * (SUM_OF_PRODUCTS * products + TINY)).masked_fill(scores == -torch.inf, 0),
@@ -65,7 +65,7 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def spread(log_p: Tensor, noise: Tensor) -> Tensor:
-    """|error| of p = exp(log_p) where log_p is off by up to `noise`: p * (exp(noise) - 1), which may be inf."""
+    """Bound of the |error| of p = exp(log_p) if log_p is off by up to `noise`: p * (exp(noise) - 1), possibly inf."""
     log_of_growth = torch.where(noise > 30, noise, noise.clamp(max=30).expm1().log())
     return torch.exp(log_p + log_of_growth).masked_fill(log_p == -torch.inf, 0)
 
@@ -73,11 +73,11 @@ def spread(log_p: Tensor, noise: Tensor) -> Tensor:
 @dataclass
 class Softmax:
     p: Tensor  # [.., n, K]
-    noise: Tensor  # |error| of each p
+    noise: Tensor  # bound of the |error| of each p
     lse: Tensor  # [.., n], 0 where it is not finite
     lse_limit: Tensor  # [.., n]
     free: Tensor  # [.., n]
-    unsure: Tensor  # [.., n]: whether there are scores of NaN and of +inf, so that lse may be either
+    unsure: Tensor  # [.., n]: whether the row has scores of both NaN and +inf, so that lse may be either
 
 
 def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softmax:
@@ -88,7 +88,7 @@ def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softma
         (log_p + s.noise).logsumexp(-1, keepdim=True), -(log_p - s.noise).logsumexp(-1, keepdim=True)
     )
     alone = spread(log_p, s.noise + of_sum.clamp(min=0).masked_fill(lse == -torch.inf, 0))
-    # What one key gains the others lose: where one has all the weight, its own uncertainty is nothing.
+    # Probabilities sum to 1, so the largest is off by at most the sum of the others' errors: 0 if it is 1.
     noise = alone.clamp(max=1)
     if alone.shape[-1]:
         top = torch.nn.functional.one_hot(alone.nan_to_num(0).argmax(-1), alone.shape[-1]).bool()
@@ -100,19 +100,20 @@ def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softma
     return Softmax(p=log_p.exp(), noise=noise, lse=finite_lse, lse_limit=limit, free=s.free, unsure=unsure)
 
 
-#: What exp(score - running maximum) may be in the forward kernels, whose maximum lags behind by up to 8 powers of 2.
+#: Largest exp(score - running maximum) in the forward kernels: the running maximum may lag by up to 8 powers of 2.
 _LAG = 2.0**8
 
 
 def _add_probabilities(rounded: Rounded, p: Tensor, values: Tensor) -> None:
-    """Those that bf16 holds have no error. A float64 sum may differ in its last bits from row to row."""
+    """Adds the probabilities that bf16 rounding changes. They are rounded to fp32 first, since equal probabilities may
+    differ in the last bits of float64 from row to row."""
     p = p.float().double()
     is_rounded = (p.bfloat16() - p).abs() > BF16_ROUNDING / 16 * p
     rounded.add(p, (p.square() * values.square().sum(-1)[..., None, :]).where(is_rounded, 0))
 
 
 def _output(value: Tensor, parts: "Parts", rounded: Rounded) -> Expected:
-    """A bf16 sum_i p_i v_i. Beyond what p may be, no element can be larger than the largest value."""
+    """The bf16 output sum_i p_i v_i. The bound is capped: whatever p is, no element exceeds the largest value."""
     bound = ELEMENTWISE * parts.magnitude + parts.noise
     return Expected(
         "out",
@@ -133,16 +134,16 @@ def _lse(value: Tensor, parts: "Parts") -> Expected:
 
 @dataclass
 class Parts:
-    """Of every output [.., D] and of every row [..]."""
+    """What the error bounds are computed from, for every element of the output [.., D] and every row [..]."""
 
     magnitude: Tensor  # sum_i p_i |v_i|
-    noise: Tensor  # sum_i |error of p_i| |v_i|
+    noise: Tensor  # sum_i (bound of the |error| of p_i) |v_i|
     largest: Tensor  # max_i |v_i|
     total: Tensor  # sum_i |v_i|
     lse_limit: Tensor
     free: Tensor
     unsure: Tensor  # whether lse may be NaN or +inf
-    vanishing: Tensor  # whether fp32 rounds some visible key's p to 0
+    vanishing: Tensor  # whether fp32 rounds p of some visible key to 0
 
     @staticmethod
     def empty(shape: torch.Size, rows: torch.Size, like: Tensor) -> "Parts":
@@ -152,7 +153,7 @@ class Parts:
 
     @staticmethod
     def of(s: Softmax, values: Tensor, visible: Tensor) -> "Parts":
-        """From values [.., K, D]; those of slots that are not visible are zeros."""
+        """From values [.., K, D], which are zeros in slots that are not visible."""
         values = values.abs()
         total = values.sum(-2, keepdim=True)
         largest = values.amax(-2, keepdim=True) if values.shape[-2] else total
@@ -169,7 +170,7 @@ class Parts:
         )
 
     def put(self, place: Any, other: "Parts", form: Any) -> None:
-        """Sets what stands at `place` of every tensor to that of `other`, which `form` reshapes."""
+        """Writes the tensors of `other`, reshaped by `form`, to `place` of the tensors here."""
         for name, tensor in vars(self).items():
             tensor[place] = form(getattr(other, name))
 
@@ -203,7 +204,7 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
         apart = (lse - sink).nan_to_num(0, 0, 0)
         unsure = parts.lse_limit + FP32_RESOLUTION * apart.abs()
         least, most = (apart - unsure).sigmoid(), (apart + unsure).sigmoid()
-        # fp32 rounds to 0 what is divided by a large denominator, relative to the maximum: it is a factor of a sum.
+        # In fp32 a quotient by a large denominator may round to 0. It multiplies a sum of K terms of up to _LAG each.
         noise = torch.maximum(share - least, most - share).masked_fill(~(lse - sink).isfinite(), 0)
         noise = noise + TINY * _LAG * max(1, indices.shape[3])
         parts.noise = parts.noise * (share + noise)[..., None] + parts.magnitude * noise[..., None]
@@ -212,7 +213,7 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
 
 
 def wide_with_lse(args: dict[str, Any]) -> dict[str, Any]:
-    """`lse` with the margin that operators in fp32 give it."""
+    """The arguments in float64, an fp32 `lse` with the margin that the operators add to it."""
     lse, args = args["lse"], wide(args)
     return args if lse.dtype == torch.float64 else {**args, "lse": numerics.with_margin(args["lse"])}
 
@@ -241,12 +242,12 @@ def attn_dist(args: dict[str, Any]) -> list[Expected]:
             over = s.free[..., heads, None] | (off[..., heads, :] > HUGE) | overflows(p[..., heads, :])
             free[block, :, chunk.queries] = over.any(3)
     free |= overflows(sums)
-    # A slot that is not visible is 0 whatever else overflows in its row.
+    # A slot that is not visible must be 0 even if others of its row overflow.
     free = free & visible
     if args["normalize"]:
         total = sums.sum(-1, keepdim=True).clamp(min=1e-10)
         noise = noise / total + sums / total**2 * noise.sum(-1, keepdim=True)
-        # The sum of all is part of each.
+        # Each slot is divided by the sum of its row, so it may overflow if any of them does.
         free = (free | overflows(sums).any(-1, keepdim=True) | free.any(-1, keepdim=True)) & visible
     if not args["per_head_block"]:
         noise, free = noise[0], free[0]
@@ -256,7 +257,7 @@ def attn_dist(args: dict[str, Any]) -> list[Expected]:
 
 # ---- block-sparse and coarse attention
 
-#: What a sum of exp(score - maximum of the first blocks) may become in block_sparse_attn_fwd.
+#: Largest sum of exp(score - maximum of the first blocks) in block_sparse_attn_fwd.
 _LAG_OF_BLOCKS = 2.0**41
 
 
@@ -273,7 +274,7 @@ def block_sparse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
     for chunk in block_sparse.block_chunks(q, args["k"], args["v"], *lists):
         s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
         of_chunk = Parts.of(s, chunk.values, chunk.visible)
-        # Until then sums are relative to the maximum of the blocks that come first.
+        # Partial sums are relative to the maximum of the first blocks, so they may be larger than the final ones.
         if slots := chunk.rows.shape[3]:
             largest = s.p.unflatten(-1, (slots, block)).amax(-1).clamp(min=_LAG_OF_BLOCKS**-1)
             unseen = ~chunk.visible.unflatten(-1, (slots, block)).any(-1)
@@ -296,7 +297,7 @@ def coarse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
     for i in range(scores.shape[2]):
         rows = slice(i * block, (i + 1) * block)
         s = softmax_of(q[:, :, rows].unflatten(1, (-1, share)), k[:, :, None], visible, scale)
-        # Those of the largest scores too: they are relative to lse, which is rounded, not to a sum of their own.
+        # The largest probabilities have this error too: they are exp(score - lse), of a rounded lse.
         s.noise = (s.noise + spread(s.p.log(), 2 * FP32_RESOLUTION * s.lse.abs()[..., None])).clamp(max=1)
         parts.put((slice(None), slice(None), rows), Parts.of(s, v[:, :, None], visible), lambda t: t.flatten(1, 2))
         _add_probabilities(rounded, s.p, v[:, :, None])

@@ -1,4 +1,4 @@
-"""What the gradients of attention may differ by: see attention.py for scores and probabilities."""
+"""Error bounds of the gradients of attention. See attention.py for those of scores and probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ from dsa_ext.testing.tolerances.limits import (
 
 @dataclass
 class ScoreGradients:
-    """Of scores [.., n, K], given each row's dout, the sum that is taken from dP, and lse."""
+    """P and dS [.., n, K] and the bounds of their errors, given each row's dout, lse and delta (subtracted from dP)."""
 
     p: Tensor
     p_noise: Tensor
-    p_made: Tensor  # what its rounding to bf16 adds
+    p_made: Tensor  # what the rounding of p to bf16 adds to it
     ds: Tensor
     ds_noise: Tensor
     ds_made: Tensor
@@ -40,13 +40,13 @@ def score_gradients(
     s: Scores, values: Tensor, dout: Tensor, dout_noise: Tensor, delta: Tensor, delta_noise: Tensor, lse: Tensor,
     scale: float, scale_comes_last: bool,
 ) -> ScoreGradients:  # fmt: skip
-    """`scale_comes_last`: after dS has been rounded to bf16."""
+    """`scale_comes_last`: the scale is multiplied after dS has been rounded to bf16."""
     lse, delta, delta_noise = (t[..., None] for t in (lse, delta, delta_noise))
     log_p = s.scores - lse.masked_fill(lse == -torch.inf, 0)
     log_p = log_p.masked_fill(lse == -torch.inf, -torch.inf)
     p = log_p.exp()
     p_noise = spread(log_p, s.noise + 2 * FP32_RESOLUTION * lse.abs().nan_to_num(0, 0, 0)) + TINY * (p > 0)
-    # A large lse has a margin, with which no p is much more than sqrt(2).
+    # A large lse includes a margin, with which no p is much more than sqrt(2).
     p_noise = torch.where((lse.abs() > numerics.LARGE_LSE) & (p <= 1), p_noise.clamp(max=2), p_noise)
     dp, products = dout @ values.mT, dout.abs() @ values.abs().mT
     change = dp - delta
@@ -55,7 +55,7 @@ def score_gradients(
         weights * (SUM_OF_PRODUCTS * products + dout_noise @ values.abs().nan_to_num(0, 0, 0).mT + delta_noise)
         + p_noise * change.abs()
     )
-    # Weights that are exactly 0 stay so.
+    # The gradient is exactly 0 where the probability is exactly 0.
     ds, noise = (torch.where(log_p == -torch.inf, 0, t) for t in (p * change, noise))
     over = overflows(products, delta, ds, ds * scale, weights * products) | (log_p.isfinite() & ~(weights <= HUGE))
     visible = s.scores > -torch.inf
@@ -74,8 +74,8 @@ def _gradient(
     rounded: Rounded,
     row_squares: Tensor | float = 0.0,
 ) -> Expected:
-    """`sums` of the terms' noise, of their squares, of what rounding adds, and of their magnitudes, all multiplied by
-    the scale, which comes last in the kernels."""
+    """The expected gradient. `sums` are the sums of the terms' noise, of their squares, of what rounding adds to them,
+    and of their magnitudes. All include the scale, which the kernels multiply last."""
     noise, squares, made, total = sums
     over = overflows(total, total / min(1.0, max(abs(scale), 1e-300)))
     return gradient(
@@ -84,7 +84,7 @@ def _gradient(
 
 
 def _scale_of(args: dict[str, Any]) -> float:
-    """The scale; for 0 a number so small that it makes no difference, but to what overflows before it is multiplied."""
+    """The scale. 0 is replaced by a negligible number, by which sums can be divided to see if they overflow before."""
     return scale_of(args) or 1e-300
 
 
@@ -151,7 +151,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
             onto_keys(dkv_rows, g.ds, g.p, chunk.q, do, power=2)
         terms = chunk.visible[..., 0, :].double() * chunk.q.shape[3]
         dkv_terms.index_add_(0, rows, terms.flatten()[:, None].expand(-1, dim))
-        # A row that has no finite score, but visible keys, counts as empty or not.
+        # A row that has visible keys but no finite score may be treated as empty or not.
         unsure = g.free | ((lse_c == -torch.inf) & chunk.visible.any(-1))
         dkv_free.index_add_(
             0, rows, (unsure.any(-1)[..., None] & chunk.visible[..., 0, :]).double().flatten()[:, None].expand(-1, dim)
@@ -163,7 +163,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_rows, dkv_free, dkv_terms = map(
         by_key, (dkv_noise, dkv_squares, dkv_made, dkv_total, dkv_rows, dkv_free, dkv_terms)
     )
-    # Sums in memory round what is below the normal numbers to 0, term by term.
+    # Sums that are accumulated in memory may flush subnormal numbers to 0 at each term.
     dkv_noise = dkv_noise + TINY * dkv_terms
     expected = [
         _gradient("dq", dq, (dq_noise, dq_squares, dq_made, dq_total), free[..., None], scale, rounded["dq"]),
@@ -173,7 +173,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     ]
     if sink is None:
         return [*expected, Expected("d_sink", d_sink, d_sink, d_sink, None)]
-    # 1 - share has the rounding of share.
+    # 1 - share has the rounding error of share.
     noise = ((1 - share) * SUM_OF_PRODUCTS * products + (share_noise + FP32_RESOLUTION) * delta.abs()).sum((0, 1))
     total = ((1 - share) * products).sum((0, 1))
     noise = noise + SUM_OF_PRODUCTS * total
@@ -195,7 +195,7 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
         delta, delta_noise = delta - dlse, delta_noise + FP32_RESOLUTION * dlse.abs()
 
     def rows_of(t: Tensor) -> Tensor:
-        """[B, H, Nq] as [B, H, Mq, 64]; rows that see nothing have no part in anything."""
+        """[B, H, Nq] as [B, H, Mq, 64], with 0 for rows that see no key."""
         cut: Tensor = block_sparse.cut(t.where(seen, 0)[..., None], count)[..., 0]
         return cut
 

@@ -1,6 +1,7 @@
-"""What the indexer's operators may differ by.
+"""Error bounds of the indexer's operators.
 
-Logits are sums over heads of weight * relu(q.k). Where q.k rounds across 0, a gradient may have or lack its whole term.
+Logits are sums over heads of weight * relu(q.k). Where rounding may change the sign of q.k, a whole term of a gradient
+may be present or missing.
 """
 
 from collections.abc import Callable
@@ -28,13 +29,14 @@ from dsa_ext.testing.tolerances.limits import (
     wide,
 )
 
-#: Heads of queries whose gradients are the sums of one product.
+#: Rows, one per query and head, of one matmul of the gradients.
 GROUP_ROWS = 128
 BOUNDS = ("starts", "ends")
 
 
 def _noise_of_scores(q: Tensor, keys: Tensor, weights: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
-    """|error| of the weighted sums [s, n] of q [s, Hi, Di] and keys [n, Di] or [s, n, Di]; where they may overflow."""
+    """For q [s, Hi, Di] and keys [n, Di] or [s, n, Di]: bounds of the |error| of the weighted sums [s, n], and where
+    those may overflow."""
     products = q.abs() @ keys.abs().mT  # [s, Hi, n]
     w = weights.abs()[:, None]
     sums = (w @ products)[:, 0]
@@ -48,7 +50,7 @@ def _inside(args: dict[str, Any], run: slice) -> Tensor:
 
 
 def _terms(q: Tensor) -> float:
-    """Of how many terms that cancel a logit is the sum: of their roundings so much is left in the mean."""
+    """The factor 1 / sqrt(n) by which the rounding errors of a logit's n products average out."""
     return float(max(1, q.shape[1] * q.shape[2]) ** -0.5)
 
 
@@ -70,7 +72,7 @@ def indexer_logits(args: dict[str, Any]) -> list[Expected]:
         if not clean:
             free[run] |= ~visible
         noise[run] = noise[run].masked_fill(~visible, 0)
-    loose = None if k_scale is None else k_scale.isinf().expand_as(value)  # the sign of what rounds to 0 is open
+    loose = None if k_scale is None else k_scale.isinf().expand_as(value)  # a sum that rounds to 0 may have any sign
     return [
         Expected(
             "logits",
@@ -106,7 +108,7 @@ def indexer_scores(args: dict[str, Any]) -> list[Expected]:
 
 
 class _GradientSums:
-    """Bounds of dq, dk and dweights, run by run."""
+    """Error bounds of dq, dk and dweights, accumulated over runs of queries."""
 
     def __init__(self, q: Tensor, keys: int, weights: Tensor, rows_are_rounded: bool) -> None:
         self.rows_are_rounded = rows_are_rounded
@@ -122,12 +124,12 @@ class _GradientSums:
         self, run: slice, q: Tensor, keys: Tensor, weights: Tensor, upstream: Tensor, upstream_noise: Tensor,
         visible: Tensor, rows: Tensor | None,
     ) -> None:  # fmt: skip
-        """q [s, Hi, Di]; keys [n, Di], or [s, n, Di] whose places in dk are `rows` [s, n]; upstream [s, n]."""
+        """q [s, Hi, Di]; keys [n, Di], or [s, n, Di] which are the `rows` [s, n] of dk; upstream gradient [s, n]."""
         hidden = ~visible[:, None]
         g, g_noise = (t.masked_fill(~visible, 0)[:, None] for t in (upstream, upstream_noise))
         w = weights[:, :, None]
         scores, products = q @ keys.mT, q.abs() @ keys.abs().mT  # [s, Hi, n]
-        # A score of -inf is that for certain; one that overflows may have any sign.
+        # A score of -inf is certain; one that overflows may have any sign.
         products = products.masked_fill(hidden | (scores == -torch.inf), 0)
         over = overflows(products)
         off = SUM_OF_PRODUCTS * products + TINY
@@ -140,24 +142,24 @@ class _GradientSums:
         self.dweights["squares"][run] = (g * relu).square().sum(-1)
         self.dweights["made"][run] = (rounding_error(g) * relu).sum(-1)
         self.dweights["total"][run] = (g.abs() * products).sum(-1)
-        # Terms that are there, and those that may be there or not.
+        # `term`: terms that are present; `open_`: magnitudes of terms that may be present or missing.
         term = (g * w).masked_fill(hidden | (scores <= 0), 0)
         open_ = (g * w).abs().masked_fill(~unsure, 0)
         w = w.abs().nan_to_num(0, 0, 0)
         noise = open_ + (g_noise * w).masked_fill(absent, 0) + (TINY * (1 + w)).masked_fill(hidden, 0)
-        # Weights may come before or after the sums, and what arrives is rounded to bf16, which may be infinite.
+        # Weights may be multiplied before or after the sums. Rounding the upstream gradient to bf16 may give infinity.
         seen = g.abs().masked_fill(scores <= 0, 0)
         large = overflows(seen, term) | (unsure & ~g.isfinite())
         self.free["dq"][run] = large.any(-1, keepdim=True) | overflows(seen @ keys.abs())
         self.free["dweights"][run] = (over | large).any(-1)
-        # What is not finite reaches those that see it alone.
+        # A number that is not finite only reaches the queries and keys that see it.
         q, keys = (t.masked_fill(~t.isfinite(), 0) for t in (q, keys))
         g_squares, of_keys = seen.square(), keys.square().sum(-1)
         of_keys = of_keys if rows is None else of_keys[:, None]
         self.rounded["dq"].add(g, g_squares * of_keys * weights[:, :, None].square())
         self.rounded["dk"].add(term, term.square() * q.square().sum(-1, keepdim=True))
         self.rounded["dweights"].add(g, g_squares * relu.square())
-        # What arrives is rounded, and for dk once more with its weight.
+        # The upstream gradient is rounded; for dk its product with the weight is rounded once more.
         positive = (scores > 0) & ~hidden
         of_dq = rounding_error(g) * weights[:, :, None] * positive
         of_dk = of_dq + rounding_error((term + of_dq).where(positive, 0))
@@ -172,9 +174,9 @@ class _GradientSums:
                 self.dk[kind] += of_key.flatten(0, 1).mT @ queries.flatten(0, 1)
             else:
                 self.dk[kind].index_add_(0, rows.flatten(), (of_key.mT @ queries).flatten(0, 1))
-        if self.rows_are_rounded:  # those of groups of a few queries; here of each
+        if self.rows_are_rounded:  # the kernels round rows of groups of a few queries; here of each query
             self._add_rows(term, q, rows)
-        # Sums in memory round what is below the normal numbers to 0, term by term.
+        # Sums that are accumulated in memory may flush subnormal numbers to 0 at each term.
         for total, terms in ((self.dk["noise"], TINY * visible.double()), (self.free["dk"], large.any(1).double())):
             if rows is None:
                 total += terms.sum(0)[:, None]
@@ -204,9 +206,11 @@ class _GradientSums:
 
 
 class _Unsure:
-    """Which gradients may be NaN since products are of a group of queries and all keys that some of them see: those of
-    a query that does not see a key which is not finite, but another of its group does; and those of a key that is not
-    seen by a query which is not finite, but by another of its group."""
+    """Which gradients may be NaN because one matmul covers a group of queries and all keys that some of them see.
+
+    These are the gradients of a query that does not see a non-finite key which another query of its group sees, and the
+    gradients of a key that a non-finite query does not see but another query of its group does.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, weights: Tensor) -> None:
         self.group = GROUP_ROWS // q.shape[1]
@@ -219,7 +223,7 @@ class _Unsure:
         return bool(self.bad_queries.any() | self.bad_keys.any())
 
     def add(self, run: slice, visible: Tensor) -> None:
-        """`visible` [s, S_kv]: what the queries of a whole group see."""
+        """`visible` [s, S_kv]: the keys that each query of a whole group sees."""
         seen = visible.any(0)
         self.queries[run] = (seen & self.bad_keys & ~visible).any(1)
         self.keys[:, 0] |= (seen & ~visible)[self.bad_queries[run] & visible.any(1)].any(0)
@@ -272,7 +276,7 @@ def _loss(
     scores: Tensor, p: Tensor, valid: Tensor | None, row_weights: Tensor | None, score_noise: Tensor | float,
     p_noise: Tensor | float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss [R] and dscores [R, K] with what they may be off by, and where they may overflow [R]."""
+    """Loss [R] and dscores [R, K], each with the bounds of its |error|, and where they may overflow [R]."""
     loss, dscores = reference.indexer_loss(scores, p, valid, row_weights)
     counts = scores != -torch.inf
     if valid is not None:
@@ -283,7 +287,7 @@ def _loss(
     total = mass.sum(-1, keepdim=True)
     target = mass / total.clamp(min=1e-10)
     largest = scores.masked_fill(~counts, 0).abs().amax(-1, keepdim=True) if scores.shape[-1] else total
-    # Each score less the largest one, less the logarithm of a sum.
+    # log_softmax: score - largest score - logarithm of a sum.
     off = (8 * FP32_RESOLUTION * (1 + largest.nan_to_num(0, 0, 0)) + 2 * score_noise).expand_as(log_q)
     target_off = FP32_ELEMENTWISE * target + (p_noise + target * _sum(p_noise)) / total.clamp(min=1e-10) + TINY
     q_off = (spread(log_q, off).clamp(max=1) + FP32_ELEMENTWISE * log_q.exp()) * target.sum(-1, keepdim=True)
@@ -297,7 +301,7 @@ def _loss(
         .sum(-1)
     )
     dscores_off = (q_off + target_off).masked_fill(~counts, 0)
-    # Masses may be divided by their sum before or after they are multiplied.
+    # The masses p may be divided by their sum before or after they are multiplied.
     products = (mass * scores.masked_fill(~counts, 0).abs()).sum(-1)
     free = overflows(largest[..., 0], total[..., 0], products) if scores.shape[-1] else torch.zeros_like(loss).bool()
     if row_weights is not None:
@@ -326,7 +330,7 @@ def indexer_loss(args: dict[str, Any]) -> list[Expected]:
 
 
 def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
-    """The composition of the others over all keys. Judges dq, dk and dweights where `gradients` asks for them."""
+    """Composed of the other operators' bounds, over all keys; dq, dk and dweights are empty without `gradients`."""
     from dsa_ext.testing.tolerances import attention
 
     gradients = args["gradients"]
@@ -363,7 +367,7 @@ def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
     expected = [Expected("loss", loss, loss_off, loss_off, None, overflow, torch.ones_like(overflow))]
     if not gradients:
         return [*expected, *(Expected(n, q.new_empty(0), q.new_empty(0), q.new_empty(0), None) for n in _NAMES)]
-    # It is deterministic where PyTorch is told to be, which its arguments do not say.
+    # Whether it is deterministic depends on torch.use_deterministic_algorithms, not on an argument: assume it is.
     rest = _dense_gradients({**index, "dlogits": dlogits}, dlogits_off, rows_are_rounded=True)
     for grad in rest:
         grad.free = overflow | (grad.free if grad.free is not None else overflow)

@@ -1,4 +1,4 @@
-"""Every tolerance, each once, and how a result is held against them."""
+"""All tolerances, each defined once, and the comparison of a result with them."""
 
 import math
 from collections.abc import Sequence
@@ -8,40 +8,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Of bf16 results and of gradients: see similarity_error, and similarity_limit for those of few numbers.
+#: Limit of similarity_error for bf16 results and for gradients; see similarity_limit if few numbers are rounded.
 SIMILARITY = 7e-6
-#: Of fp32 results, and of results of e4m3 inputs: tensor cores add such products up with 13 bits.
+#: The same for fp32 results, and for results of e4m3 inputs: tensor cores accumulate their products with 13 bits.
 FP32_SIMILARITY, FP8_SIMILARITY = 1e-7, 5e-6
-#: Of each element of a bf16 output of attention, as a fraction of sum_i p_i |v_i|: the rounding of P and of the result.
+#: Error of each element of a bf16 attention output, as a fraction of sum_i p_i |v_i|: rounding of P and of the result.
 ELEMENTWISE = 2.0**-7
-#: Of each element that is rounded to bf16 once, as a fraction of itself.
+#: Error of each element that is rounded to bf16 once, as a fraction of its magnitude.
 BF16_ROUNDING = 2.0**-8
-#: Of each element of a gradient, as a fraction of the largest magnitude of its row.
+#: Error of each element of a gradient, as a fraction of the largest magnitude of its row.
 GRADIENT_ELEMENTWISE = 0.04
-#: Of each element of an fp32 result, as a fraction of the terms that do not cancel in it; what may cancel adds noise.
+#: Error of each element of an fp32 result, as a fraction of its terms that do not cancel; those that may add noise.
 FP32_ELEMENTWISE = 1e-5
 FP32_RESOLUTION = 2.0**-23
-#: Of lse: max(LSE_ABSOLUTE, LSE_RELATIVE |lse|), plus units_of_lse * FP32_RESOLUTION * |sm_scale| times
-#: max_i sum_d |q_d k_id| over the row's visible keys, the largest value that a partial sum of q.k can take. It matters
-#: where products cancel to an lse near zero, in rows with a few visible keys, and where magnitudes are large.
-#: Tensor cores truncate each of D / 16 partial sums, so that the errors add up in one direction. In data of one
-#: magnitude these sums stay far below that of the magnitudes, of which one unit is enough: there the largest product is
-#: at most WIDE / 2 times their mean. Beyond WIDE times a few that cancel may be larger than all others, and more units
-#: are needed, in 40000 simulated sums up to 6 where the largest is 400 times the mean, and 13 where it is 10000 times.
+#: Error of lse: max(LSE_ABSOLUTE, LSE_RELATIVE |lse|), plus units_of_lse * FP32_RESOLUTION * |sm_scale| times
+#: max_i sum_d |q_d k_id| over the row's visible keys, the largest value that a partial sum of q.k can take. The second
+#: part matters if products cancel to an lse near zero, in rows with a few visible keys, and for large magnitudes.
+#: Tensor cores truncate each of D / 16 partial sums, so the errors add up in one direction. If all data have similar
+#: magnitudes, the partial sums stay far below the sum of the magnitudes, and one unit is enough: the largest product is
+#: then at most WIDE / 2 times the mean. Beyond WIDE times the mean, a few products that cancel may be larger than all
+#: others, and more units are needed: in 40000 simulated sums up to 6 where the largest is 400 times the mean, and 13
+#: where it is 10000 times the mean.
 LSE_ABSOLUTE, LSE_RELATIVE, WIDE, LSE_UNITS_OF_WIDEST = 1e-6, 3e-5, 48, 16
-#: What a sum of bf16 products in fp32, or of e4m3 products on tensor cores, may be off, as a fraction of the sum of
-#: their magnitudes: some units in the last place, since each partial sum is truncated.
+#: Error of a sum of bf16 products in fp32, and of e4m3 products on tensor cores, as a fraction of the sum of their
+#: magnitudes: some units in the last place, since each partial sum is truncated.
 SUM_OF_PRODUCTS, SUM_OF_FP8_PRODUCTS = 8 * FP32_RESOLUTION, 2.0**-11
-#: fp32 numbers below the smallest normal one may become 0, in each of a few steps.
+#: fp32 numbers below the smallest normal one may be flushed to 0, in each of a few steps.
 TINY = 4 * torch.finfo(torch.float32).tiny
-#: Magnitudes from which on fp32 and bf16 may overflow in some order of operations: nothing is asked of what has them.
+#: Beyond this magnitude fp32 and bf16 may overflow in some order of operations: results of such terms are not checked.
 HUGE = 1e37
 SIMILARITY_NAME = "similarity error"
-#: The similarity error that one rounding of many numbers to bf16 makes.
+#: Similarity error of one rounding of many numbers to bf16.
 BF16_SIMILARITY = BF16_ROUNDING**2 / 12
-#: Roundings of a gradient's terms: of what arrives and of the factor of a score, such as P, dS or a weighted gradient.
+#: bf16 roundings in a gradient's terms: of the upstream gradient, and of the factor that belongs to a score (P, dS or a
+#: weighted gradient).
 TERM_ROUNDINGS = 2
-#: Results of fewer numbers are judged one by one alone.
+#: Results of fewer elements are only compared element by element.
 FEW = 64
 
 
@@ -53,10 +55,11 @@ def similarity_error(a: Tensor, b: Tensor) -> float:
 
 
 def similarity_limit(limit: float, expected: float, count: float) -> float:
-    """`limit`, or more where roundings to bf16 that make an `expected` error are of so few numbers that they do not
-    average out: the mean of the squares of `count` normal errors is beyond this factor once in 10^11 (Laurent and
-    Massart, 2000, lemma 1). It is at most what all roundings make if each is the largest that there is, and all have
-    one direction.
+    """The limit of similarity_error for a result whose roundings to bf16 make an `expected` similarity error.
+
+    It is `limit`, or more if so few numbers are rounded that their errors do not average out: the mean of the squares
+    of `count` normal errors exceeds the factor below once in 10^11 (Laurent and Massart, 2000, lemma 1). This increase
+    ends at the similarity error that results if each rounding error is the largest possible and all have the same sign.
     """
     roundings = expected / BF16_SIMILARITY
     largest = (roundings * BF16_ROUNDING) ** 2 / 2
@@ -64,7 +67,7 @@ def similarity_limit(limit: float, expected: float, count: float) -> float:
 
 
 def effective_count(squares: Tensor) -> float:
-    """Of how many equal numbers the sum of squares would be as uneven as of these; 0 for zeros."""
+    """Effective number of terms (sum s)^2 / sum s^2 of `squares` s: n for n equal ones, 0 if all are 0."""
     if not squares.any():
         return 0.0
     squares = squares / squares.amax()
@@ -72,11 +75,14 @@ def effective_count(squares: Tensor) -> float:
 
 
 class Rounded:
-    """How much of the squares of all terms belongs to each number that is rounded to bf16, by a hash of its first bits:
-    numbers that are as close to one another have about the same error, and count as one."""
+    """How the squares of all terms are distributed over the distinct numbers that are rounded to bf16.
 
-    #: More different numbers than are needed to average out; bits of a float64 that two numbers have to share, of which
-    #: 9 belong to the fraction; and an odd number of 64 random bits.
+    Numbers are told apart by a hash of their first bits: those that agree in these bits have about the same rounding
+    error, and count as one.
+    """
+
+    #: Bits of the hash: it has more values than distinct numbers are needed for errors to average out. Leading bits of
+    #: a float64 that two numbers must share to count as one, 9 of them of the fraction. An odd random 64-bit factor.
     _BITS, _SHARED, _FACTOR = 12, 21, -0x61C8864680B583EB
 
     def __init__(self, device: torch.device) -> None:
@@ -94,34 +100,38 @@ class Rounded:
 
 
 def units_of_lse(largest_over_mean: Tensor) -> Tensor:
-    """In the last place of the sum of the magnitudes of products, by how far the largest may be above their mean."""
+    """Error of q.k in units in the last place of the sum of its products' magnitudes.
+
+    It depends on the ratio of the largest magnitude to the mean: see LSE_ABSOLUTE.
+    """
     return torch.where(largest_over_mean <= WIDE, 1, (largest_over_mean / 16).clamp(max=LSE_UNITS_OF_WIDEST))
 
 
 @dataclass
 class Expected:
-    """One result in float64, and how far the operator's may be from it.
+    """One result in float64, and how far the operator's result may be from it.
 
-    The similarity is judged over those rows, of the last dimension, in which `noise`, which no implementation can
-    avoid, makes less than half of its limit, or less than all of it where it is what many roundings make: rows of terms
-    that cancel, or of scores that fp32 does not resolve, are judged by their elements alone.
+    The similarity is computed over some rows (of the last dimension) only: those in which `noise`, the error that no
+    implementation can avoid, makes less than half of the limit, or less than all of it if the limit is that of many
+    roundings. The other rows, whose terms cancel or whose scores fp32 does not resolve, are only compared element by
+    element.
     """
 
     name: str
     value: Tensor
-    bound: Tensor  # of each element's |error|; inf where any finite number will do
-    noise: Tensor  # the part of `bound` that similarity has to bear, as a root mean square
+    bound: Tensor  # of each element's |error|; inf where any finite number is accepted
+    noise: Tensor  # the part of `bound` that the similarity has to allow for, as a root mean square
     similarity: float | None = SIMILARITY
-    free: Tensor | None = None  # where fp32 may overflow: anything will do
-    loose: Tensor | None = None  # where what is not finite may be NaN or either infinity
-    roundings: int = 0  # to bf16, of a row's factor or of the result, that `noise` does not count
-    count: float = math.inf  # of different numbers that are rounded
-    least: float = 0  # similarity error that roundings make although they are of many terms
+    free: Tensor | None = None  # where fp32 may overflow: any value is accepted
+    loose: Tensor | None = None  # where a value that is not finite may be NaN or either infinity
+    roundings: int = 0  # to bf16, of a factor of a row or of the result, that `noise` does not include
+    count: float = math.inf  # number of distinct numbers that are rounded
+    least: float = 0  # similarity error that roundings make even if they are of many terms
 
 
 @dataclass
 class Measure:
-    """Of one result, one error and its limit."""
+    """One error of one result, and its limit."""
 
     result: str
     name: str
@@ -130,7 +140,7 @@ class Measure:
 
     @property
     def fraction(self) -> float:
-        """Of the limit; more than 1 is wrong."""
+        """The error as a fraction of its limit; more than 1 is a failure."""
         return self.value / self.limit if self.limit else (0.0 if self.value == 0 else float("inf"))
 
     def __str__(self) -> str:
@@ -160,7 +170,7 @@ def measures(result: Tensor, expected: Expected) -> list[Measure]:
         weights, noise = b.square().sum(-1), noise.square().sum(-1)
         limit = expected.similarity
         counts = noise <= (2 if expected.roundings else 1) * limit * weights
-        # Rows that are equal may have one error.
+        # Equal rows may have the same error: they count as one.
         rows = Rounded(weights.device)
         rows.add(weights[counts].float().double(), weights[counts])
         if int(counts.sum()) * a.shape[1] >= FEW and rows.squares.any():
@@ -173,7 +183,7 @@ def measures(result: Tensor, expected: Expected) -> list[Measure]:
 
 
 def _wrong(got: Tensor, expected: Expected, judged: Tensor) -> float:
-    """How many elements are not of the right kind."""
+    """Number of elements that are not of the expected kind: finite, -inf, inf or NaN."""
     value = expected.value
     wrong = _kinds(got) != _kinds(value)
     if expected.loose is not None:
@@ -186,12 +196,12 @@ def _kinds(x: Tensor) -> Tensor:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The same memory as integers, which tell -0.0 from 0.0 and equal NaN."""
+    """The same memory as integers: -0.0 differs from 0.0, and NaN of the same bits are equal."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def exact_measures(names: Sequence[str], got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[Measure]:
-    """Of results that have to be the same bits. Every NaN counts as one."""
+    """The measures of results that must be bitwise equal. All NaN count as equal."""
     found = []
     for name, a, b in zip(names, got, expected, strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -206,18 +216,18 @@ def exact_measures(names: Sequence[str], got: Sequence[Tensor], expected: Sequen
 
 @dataclass
 class Errors:
-    """Of one call of an operator."""
+    """The measures of one call of an operator."""
 
     op: str
     measures: list[Measure]
 
     @property
     def similarity(self) -> float:
-        """The largest of all results; 0 where none is judged."""
+        """The largest similarity error of all results; 0 if it was not computed for any."""
         return max((measure.value for measure in self.measures if measure.name == SIMILARITY_NAME), default=0.0)
 
     def check(self) -> dict[str, float]:
-        """Each measure as a fraction of its limit; fails where one is beyond it."""
+        """Each measure as a fraction of its limit; raises AssertionError if one exceeds its limit."""
         beyond = [measure for measure in self.measures if not measure.fraction <= 1]
         if beyond:
             raise AssertionError(f"beyond the tolerances of {self.op}: {'; '.join(map(str, beyond))}")
@@ -233,7 +243,7 @@ def wide(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounding_error(x: Tensor) -> Tensor:
-    """What rounding to bf16 adds to float64 numbers; 0 where it overflows."""
+    """What rounding to bf16 adds to float64 numbers; 0 where the rounded number overflows."""
     return (x.bfloat16().double() - x).nan_to_num(0, 0, 0)
 
 
@@ -247,10 +257,20 @@ def gradient(
     count: float = math.inf,
     row_squares: Tensor | float = 0.0,
 ) -> Expected:
-    """A gradient whose terms are rounded to bf16 before they are summed, `squares` being the sums of their squares,
-    `made` the sums of what rounding adds to them, and `count` the number of different ones. Where they are summed row
-    by row, and rows are rounded once more, `row_squares` are the sums of the rows' squares. Elements are held to
-    GRADIENT_ELEMENTWISE of their row's largest one."""
+    """A gradient whose terms are rounded to bf16 before they are summed.
+
+    The bound of an element includes GRADIENT_ELEMENTWISE times the largest element of its row.
+
+    Args:
+        name: Name of the gradient.
+        value: The gradient in float64.
+        noise: Sums of the other errors of the terms.
+        squares: Sums of the squares of the terms.
+        made: Sums of what rounding adds to the terms.
+        free: Where fp32 may overflow.
+        count: Number of distinct terms.
+        row_squares: Sums of the squares of the rows, if terms are summed row by row and the rows are rounded once more.
+    """
     rounding, made = BF16_ROUNDING * squares.sqrt(), made.nan_to_num(0, 0, 0)
     of_rows = BF16_ROUNDING * torch.as_tensor(row_squares, device=value.device).nan_to_num(0, 0, 0).sqrt()
     of_terms = (TERM_ROUNDINGS * rounding.square() / 6).maximum(made.square())
@@ -267,7 +287,7 @@ def gradient(
         noise=(noise.square() + of_terms + of_rows.square() / 6).sqrt() + TINY,
         roundings=1,
         count=count,
-        # Where terms do not cancel, what arrives may have one error in all of them, and so has what they share.
+        # If terms do not cancel, the upstream gradient may have the same error in all, and so may their common factor.
         least=BF16_SIMILARITY * (1 + (TERM_ROUNDINGS - 1) / count),
         free=overflows(value, noise) if free is None else free | overflows(value, noise),
         loose=torch.ones_like(value, dtype=torch.bool),

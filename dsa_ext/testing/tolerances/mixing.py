@@ -1,4 +1,4 @@
-"""What gated_fusion, the hyper-connections and fp8_gemm may differ by."""
+"""Error bounds of gated_fusion, the hyper-connections and fp8_gemm."""
 
 from typing import Any
 
@@ -23,12 +23,12 @@ from dsa_ext.testing.tolerances.limits import (
     wide,
 )
 
-#: fp32 factors that tensor cores take as two bf16 numbers keep 16 bits.
+#: Relative error of an fp32 factor that is split into two bf16 numbers for the tensor cores: it keeps 16 bits.
 SPLIT = 2.0**-16
 
 
 def rounded(name: str, value: Tensor, noise: Tensor, free: Tensor | None = None, terms: int = 1) -> Expected:
-    """A bf16 result that is rounded once. `noise` bounds what a sum of so many terms in fp32 may be off."""
+    """A bf16 result that is rounded once. `noise` bounds the |error| of an fp32 sum of `terms` terms."""
     return Expected(
         name,
         value,
@@ -42,7 +42,7 @@ def rounded(name: str, value: Tensor, noise: Tensor, free: Tensor | None = None,
 
 
 def single(name: str, value: Tensor, noise: Tensor, free: Tensor | None = None, terms: int = 1) -> Expected:
-    """The same of an fp32 result."""
+    """The same for an fp32 result."""
     expected = rounded(name, value, noise, free, terms)
     expected.bound = FP32_ELEMENTWISE * value.abs() + noise + TINY
     expected.similarity, expected.roundings = FP32_SIMILARITY, 0
@@ -53,7 +53,7 @@ def single(name: str, value: Tensor, noise: Tensor, free: Tensor | None = None, 
 
 
 def _shares(args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of fine, of coarse, and |error| of both."""
+    """The shares of fine and of coarse, and the bound of the |error| of both."""
     of_fine, of_coarse = gated_fusion.shares(args["fine"], args["gate"])
     return of_fine, of_coarse, FP32_ELEMENTWISE * of_fine * of_coarse + TINY
 
@@ -93,7 +93,7 @@ def fp8_gemm(args: dict[str, Any]) -> list[Expected]:
 
     value = scaled(a, a_s) @ scaled(b, rows).mT
     magnitude = scaled(a.abs(), a_s.abs()) @ scaled(b.abs(), rows.abs()).mT
-    # The products of a block and those of both scales are intermediate results.
+    # Intermediate results: the sum of a block's products, and the product of both scales.
     products = a.abs().amax() * b.abs().amax() * BLOCK if a.numel() and b.numel() else magnitude.new_zeros(())
     scales = a_s.abs() @ rows.abs().mT if a_s.numel() and rows.numel() else torch.zeros_like(magnitude)
     noise = SUM_OF_FP8_PRODUCTS * magnitude + TINY * (1 + products.nan_to_num(0, 0, 0))
@@ -106,7 +106,7 @@ def fp8_gemm(args: dict[str, Any]) -> list[Expected]:
 
 
 def _gate(sums: Tensor, noise: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """scale * sigmoid(sums), and what it is off by."""
+    """scale * sigmoid(sums), and the bound of its |error|."""
     s = sums.sigmoid()
     off = (s * (1 - s) * noise.clamp(max=30).expm1()).clamp(max=1)
     return scale * s, scale * off
@@ -133,7 +133,7 @@ def mhc_pre_fwd(args: dict[str, Any]) -> list[Expected]:
         noises.append(a.abs() * noise + 4 * FP32_RESOLUTION * ((a * part).abs() + b.abs()))
     of_pre, of_post = _gate(sums[0], noises[0], 1.0)[1], _gate(sums[1], noises[1], 2.0)[1]
     rows = x.abs()
-    # An infinite sum may be NaN where its factors are split in two, and what is made of it then is.
+    # An infinite sum may become NaN when its factors are split in two, and with it all that is computed from it.
     free_any = free_any | h_mix.isinf().any(-1, keepdim=True)
     in_noise = ((of_pre + 8 * FP32_RESOLUTION * h_pre)[..., None] * rows).sum(2) + TINY * rows.sum(2)
     terms = flat.shape[-1]
@@ -155,7 +155,7 @@ def mhc_pre_bwd(args: dict[str, Any]) -> list[Expected]:
     streams, upstream, flat = x.shape[2], args["dh_in"], x.flatten(2)
     scale = 1.0 if gamma is None else gamma.abs()
 
-    # Of the sums that the gates are functions of: magnitudes, and what they are off by.
+    # Gradients of the sums that the gates are functions of: their magnitudes and the bounds of their |error|.
     share = h_pre - eps
     products = (upstream[:, :, None] * x).abs().sum(-1)
     slope = (share * (1 - share)).abs()
@@ -209,7 +209,7 @@ def mhc_pre_bwd(args: dict[str, Any]) -> list[Expected]:
 
 
 def _mixing(h_res: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """The normalized weights, and what they are off by: each step adds its rounding to their logarithms."""
+    """The normalized weights and the bound of their |error|: each step adds its rounding error to their logarithms."""
     steps = mhc.sinkhorn(h_res, iterations)
     mixing = steps[-1].exp()
     largest = torch.stack([h_res, *steps]).abs().nan_to_num(0, 0, 0).amax((0, -2, -1))[..., None, None]
@@ -239,7 +239,7 @@ def mhc_post_bwd(args: dict[str, Any]) -> list[Expected]:
     mixing, off = _mixing(args["h_res"], iterations)
     of_post = (dout * y[:, :, None]).sum(-1)
     products = dout @ x.mT
-    # Each step takes from every element a share of a sum that is as large as they are.
+    # Each step subtracts from every element a share of a sum that is as large as the elements.
     terms = (mixing * products).sum((-2, -1))[..., None, None].expand_as(products)
     unsure = (off / mixing.clamp(min=TINY)).clamp(max=1).amax((-2, -1))[..., None, None]
     noise = (SUM_OF_PRODUCTS * (1 + 2 * iterations) ** 0.5 + 4 * unsure) * terms + TINY * products
