@@ -73,12 +73,64 @@ __device__ __forceinline__ void copy_for_queries(QueryStream<kColumns>& shared, 
   mark();
 }
 
+// delta: the dot products of the rows of O and dO, over the four lanes of each row.
+template <int kColumns, class Rows>
+__device__ __forceinline__ void add_row_products(const Bf16* s_out, Rows& r_dout, float (&delta)[2], int thread) {
+  for_operand_pairs<kColumns>(s_out, thread, [&](int i, const uint32_t (&pairs)[4]) {
+    for (int j = 0; j < 4; ++j) delta[j % 2] += dot_bf16(pairs[j], pairs_of(r_dout)[i][j]);
+  });
+  for (float& sum : delta) {
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+  }
+}
+
+// What the two rows of a lane need: delta less dlse, and the base of the probabilities; also written for the keys.
+__device__ __forceinline__ void finish_rows(const Params& p, const Item& item, int index, int thread, float (&delta)[2],
+                                            float (&bases)[2]) {
+  const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane / 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int query = item.block * kBlock + row + 8 * r;
+    const bool exists = query < p.seq_q;
+    const float lse = exists ? __ldg(p.lse + item.row(p) + query) : -INFINITY;
+    if (exists && p.dlse != nullptr) delta[r] -= __ldg(p.dlse + item.row(p) + query);
+    bases[r] = base_of_lse(lse);  // -inf makes every P 0
+    if (lane % 4 == 0) {
+      float* g_rows = p.rows + static_cast<int64_t>(index) * 2 * kBlock + row + 8 * r;
+      g_rows[0] = bases[r], g_rows[kBlock] = delta[r];
+    }
+  }
+}
+
+// S to P.
+template <class Scores>
+__device__ __forceinline__ void take_probabilities(Scores& r_s, float scale_log2, const float (&bases)[2]) {
+#pragma unroll
+  for (int i = 0; i < r_s.size(); ++i) r_s(i) = exp2_fast(fmaf(r_s(i), scale_log2, bases[i / 2 % 2]));
+}
+
+// P to dS, before the scale.
+template <class Scores>
+__device__ __forceinline__ void take_score_gradients(Scores& r_s, const Scores& r_dp, const float (&delta)[2]) {
+#pragma unroll
+  for (int i = 0; i < r_s.size(); ++i) r_s(i) *= r_dp(i) - delta[i / 2 % 2];
+}
+
+template <class Scores>
+__device__ __forceinline__ void clear_columns_from(int keys, Scores& r_s, Scores& r_dp, int thread) {
+  const int left = keys - recomputed(thread) % 4 * 2;  // from this lane's first column on
+#pragma unroll
+  for (int i = 0; i < r_s.size(); ++i) {
+    if (i / 4 * 8 + i % 2 >= left) r_s(i) = 0.f, r_dp(i) = 0.f;
+  }
+}
+
 template <int kColumns>
 __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, const Params& p, const QueryMaps& maps,
                                                 int thread) {
   using namespace cute;
   constexpr int kSlots = QueryStream<kColumns>::kSlots;
-  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   ScoreMmaFromRegisters score_mma;
   RowsMma<kColumns> key_mma;
   RowsOperand<kColumns> r_q, r_dout;
@@ -124,13 +176,7 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
     ring.advance();
     wait_full();
     float delta[2] = {}, bases[2];
-    for_operand_pairs<kColumns>(shared.tiles[ring.slot], thread, [&](int i, const uint32_t (&pairs)[4]) {
-      for (int j = 0; j < 4; ++j) delta[j % 2] += dot_bf16(pairs[j], pairs_of(r_dout)[i][j]);
-    });
-    for (float& sum : delta) {
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-    }
+    add_row_products<kColumns>(shared.tiles[ring.slot], r_dout, delta, thread);
     ring.advance();
     // The slots of q, dout and out are released after a product has waited for the loads: ptxas may move an arrival
     // ahead of loads that are not complete.
@@ -140,19 +186,7 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       releases_queries = false;
     };
     const Item item(index, p.q_blocks, p.heads);
-    const int row = warp * 16 + lane / 4;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = item.block * kBlock + row + 8 * r;
-      const bool exists = query < p.seq_q;
-      const float lse = exists ? __ldg(p.lse + item.row(p) + query) : -INFINITY;
-      if (exists && p.dlse != nullptr) delta[r] -= __ldg(p.dlse + item.row(p) + query);
-      bases[r] = base_of_lse(lse);  // -inf makes every P 0
-      if (lane % 4 == 0) {
-        float* g_rows = p.rows + static_cast<int64_t>(index) * 2 * kBlock + row + 8 * r;
-        g_rows[0] = bases[r], g_rows[kBlock] = delta[r];
-      }
-    }
+    finish_rows(p, item, index, thread, delta, bases);
     warpgroup_fence_operand(r_q);
     warpgroup_fence_operand(r_dout);
 
@@ -167,24 +201,18 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       multiply(r_dout, r_dp);
       warpgroup_wait<1>();
       warpgroup_fence_operand(r_s);
-#pragma unroll
-      for (int i = 0; i < r_s.size(); ++i) r_s(i) = exp2_fast(fmaf(r_s(i), scale_log2, bases[i / 2 % 2]));
+      take_probabilities(r_s, scale_log2, bases);
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_dp);
       arrive(&shared.empty[ring.slot]);
       ring.advance();
       if (releases_queries) release_queries();
       if (keys < kBlock) {
-        const int left = keys - recomputed(thread) % 4 * 2;  // from this lane's first column on
-#pragma unroll
-        for (int i = 0; i < r_s.size(); ++i) {
-          if (i / 4 * 8 + i % 2 >= left) r_s(i) = 0.f, r_dp(i) = 0.f;
-        }
+        clear_columns_from(keys, r_s, r_dp, thread);
         clear_rows<kColumns>(shared.tiles[key_slot], keys, kBlock, thread);
         sync_warpgroup(own_barrier());
       }
-#pragma unroll
-      for (int i = 0; i < r_s.size(); ++i) r_s(i) *= r_dp(i) - delta[i / 2 % 2];
+      take_score_gradients(r_s, r_dp, delta);
       to_operand(r_s, r_ds);
       const auto r_keys = key_mma.get_slice(thread).partition_fragment_B(
           make_tensor(make_smem_ptr(shared.tiles[key_slot]), ColumnsByRows<kColumns>{}));

@@ -179,6 +179,71 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
   }
 }
 
+// The head of a lane's accumulator column.
+__device__ __forceinline__ int head_of(int column, int lane) { return column / 2 * 8 + lane % 4 * 2 + column % 2; }
+
+// Adds what the heads give to a lane's two keys; with two blocks of heads, to each or to both together.
+template <Config kC, class Scores, class Function, int kBlocks>
+__device__ __forceinline__ void add_heads(const Scores& r_s, const Function& function,
+                                          const float (&head_factors)[kC.heads / 4], int group_heads,
+                                          bool per_head_block, int lane, float (&sums)[kBlocks][2]) {
+#pragma unroll
+  for (int i = 0; i < size(r_s); ++i) {
+    const int first_head = i / 4 * 8, c = i / 4 * 2 + i % 2;
+    if (Function::kPartial && i % 4 == 0 && first_head >= group_heads) break;
+    float& sum = sums[first_head / kBlockHeads][i / 2 % 2];
+    const float with_head = function.add(sum, r_s(i), head_factors[c]);
+    // A missing head has Q = 0, and 0 times a key that is not finite is NaN.
+    sum = !Function::kPartial || head_of(c, lane) < group_heads ? with_head : sum;
+  }
+  if (kBlocks == 2 && !per_head_block) {
+    sums[0][0] += sums[1][0];
+    sums[0][1] += sums[1][1];
+  }
+}
+
+// The numbers of the heads of a lane's accumulator columns.
+template <Config kC, class Function>
+__device__ __forceinline__ void load_head_factors(const Params& p, const Item& item, const Function& function,
+                                                  int group_heads, int lane, float (&head_factors)[kC.heads / 4]) {
+  const float* g_factors = p.head_factors + item.b * p.head_factors_stride_b + item.s * p.head_factors_stride_s;
+#pragma unroll
+  for (int c = 0; c < kC.heads / 4; ++c) {
+    head_factors[c] =
+        head_of(c, lane) < group_heads
+            ? function.of_head(g_factors[(item.group * group_heads + head_of(c, lane)) * p.head_factors_stride_h])
+            : Function::kNoHead;
+  }
+}
+
+// Divides a row by the sum over all its tiles. The warpgroup that had the last tile does, after the other has written
+// its part.
+template <Config kC>
+__device__ __forceinline__ void divide_row(SharedStorage<kC>& shared, const Params& p, const Item& item, float row_sum,
+                                           uint32_t item_count, int tiles_before, int warpgroup, int thread) {
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) row_sum += __shfl_xor_sync(~0u, row_sum, lanes);
+  if (lane == 0) shared.sums[item_count % 2][warpgroup][warp] = row_sum;
+  if (warpgroup == tiles_before % 2) {
+    arrive(&shared.others_written[item_count % 2]);
+  } else {
+    wait(&shared.others_written[item_count % 2], item_count / 2 % 2);
+    if (warpgroup == 0) {
+      sync_warpgroup<1>();
+    } else {
+      sync_warpgroup<2>();
+    }
+    float sum = 0.f;
+    for (const auto& of_warps : shared.sums[item_count % 2]) {
+      for (float of_warp : of_warps) sum += of_warp;
+    }
+    sum = fmaxf(sum, 1e-10f);
+    float* g_row = item.row(p, 0);
+    for (int i = thread; i < p.topk; i += kWarpgroupThreads) g_row[i] /= sum;
+  }
+}
+
 // Consumer: scores every other tile and writes the sums. Run by each score warpgroup, with its number in `warpgroup`.
 template <Config kC, class Function>
 __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, int warpgroup, int thread) {
@@ -215,15 +280,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
     const int first_tile = (warpgroup - tiles_before) & 1;
     float head_factors[kColumns];
     const int group_heads = p.heads / p.groups;
-    const auto head = [&](int c) { return c / 2 * 8 + lane % 4 * 2 + c % 2; };
-    const float* g_of_heads = p.head_factors + item.b * p.head_factors_stride_b + item.s * p.head_factors_stride_s;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      head_factors[c] =
-          head(c) < group_heads
-              ? function.of_head(g_of_heads[(item.group * group_heads + head(c)) * p.head_factors_stride_h])
-              : Function::kNoHead;
-    }
+    load_head_factors<kC>(p, item, function, group_heads, lane, head_factors);
     float row_sum = 0.f;
     for (int tile = first_tile; tile < item.tiles; tile += kScoreWarpgroups) {
       const bool is_first = tile == first_tile, is_last = tile + kScoreWarpgroups >= item.tiles;
@@ -263,19 +320,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       warpgroup_fence_operand(r_s);
 
       float sums[kBlocks][2] = {};
-#pragma unroll
-      for (int i = 0; i < size(r_s); ++i) {
-        const int first_head = i / 4 * 8, c = i / 4 * 2 + i % 2;
-        if (Function::kPartial && i % 4 == 0 && first_head >= group_heads) break;
-        float& sum = sums[first_head / kBlockHeads][i / 2 % 2];
-        const float with_head = function.add(sum, r_s(i), head_factors[c]);
-        // A missing head has Q = 0, and 0 times a key that is not finite is NaN.
-        sum = !Function::kPartial || head(c) < group_heads ? with_head : sum;
-      }
-      if (kBlocks == 2 && !p.per_head_block) {
-        sums[0][0] += sums[1][0];
-        sums[0][1] += sums[1][1];
-      }
+      add_heads<kC>(r_s, function, head_factors, group_heads, p.per_head_block, lane, sums);
       const int slot = tile * kTileKeys + warp * 16 + warp_key;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
@@ -298,29 +343,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
     __syncwarp();
     tiles_before += item.tiles;
 
-    if (p.normalize) {
-      // The warpgroup that had the last tile divides the whole row, after the other has written its part.
-#pragma unroll
-      for (int lanes = 16; lanes > 0; lanes /= 2) row_sum += __shfl_xor_sync(~0u, row_sum, lanes);
-      if (lane == 0) shared.sums[item_count % 2][warpgroup][warp] = row_sum;
-      if (warpgroup == tiles_before % 2) {
-        arrive(&shared.others_written[item_count % 2]);
-      } else {
-        wait(&shared.others_written[item_count % 2], item_count / 2 % 2);
-        if (warpgroup == 0) {
-          sync_warpgroup<1>();
-        } else {
-          sync_warpgroup<2>();
-        }
-        float sum = 0.f;
-        for (const auto& of_warps : shared.sums[item_count % 2]) {
-          for (float of_warp : of_warps) sum += of_warp;
-        }
-        sum = fmaxf(sum, 1e-10f);
-        float* g_row = item.row(p, 0);
-        for (int i = thread; i < p.topk; i += kWarpgroupThreads) g_row[i] /= sum;
-      }
-    }
+    if (p.normalize) divide_row(shared, p, item, row_sum, item_count, tiles_before, warpgroup, thread);
     ++item_count;
   }
 }
