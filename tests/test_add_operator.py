@@ -13,7 +13,7 @@ from dsa_ext import ops
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
-#: What is added to which file: at its end, or before its table "by operator".
+#: What is added to which file: at its end, or before its table by operator.
 ADDED = {
     "dsa_ext/reference/fp8.py": '''
 
@@ -79,7 +79,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "pyproject.toml", folder)
     for name, text in ADDED.items():
         path = folder / name
-        before, mark, after = (path.read_text() if path.exists() else "").partition("#: By operator.")
+        old = path.read_text() if path.exists() else ""
+        before, mark, after = old.partition("#: The functions above by operator.")
         path.write_text(before + text + mark + after)
     return folder
 
