@@ -161,8 +161,8 @@ class History:
     held_out: list[tuple[int, float]] = field(default_factory=list)
 
     def mean(self, values: list[float], phase: str, part: slice) -> float:
-        of_phase = [value for value, name in zip(values, self.phases, strict=True) if name == phase][part]
-        return sum(of_phase) / max(1, len(of_phase))
+        phase_values = [value for value, name in zip(values, self.phases, strict=True) if name == phase][part]
+        return sum(phase_values) / max(1, len(phase_values))
 
     def held_out_ends(self, phase: str) -> tuple[float, float]:
         """The loss on held-out text where the phase begins, and where it ends."""

@@ -103,10 +103,10 @@ def dense(args: Args) -> Args:
     return {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v for n, v in args.items()}
 
 
-def expected_of(op: str, args: Args, base: Args, of_base: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Results of dense copies of the arguments: `of_base` when their values are those of `base`."""
+def expected_of(op: str, args: Args, base: Args, base_results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Results of dense copies of the arguments: `base_results` when their values are those of `base`."""
     same = all(torch.equal(args[name], value) for name, value in base.items() if isinstance(value, Tensor))
-    return of_base if same else call(op, dense(args))
+    return base_results if same else call(op, dense(args))
 
 
 def form(x: Tensor) -> tuple[Any, ...]:

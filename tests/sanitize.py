@@ -208,9 +208,9 @@ def indexer_training() -> None:
     for i, (heads, dim) in enumerate(itertools.product((8, 16, 32, 64), (64, 128))):
         shape = seq, s_kv, topk = INDEXER_TRAINING[i % len(INDEXER_TRAINING)]
         args = indexer_args(shape, heads, dim, BF16)
-        of_rows = {name: args[name] for name in ("q", "k", "weights")}
+        row_args = {name: args[name] for name in ("q", "k", "weights")}
         indices = torch.arange(seq * topk, dtype=torch.int32).view(seq, topk) * 7 % (s_kv + 1) - 1
-        listed = {**of_rows, "indices": strided_rows(indices, -1)}
+        listed = {**row_args, "indices": strided_rows(indices, -1)}
         checked("indexer_scores", **listed)
         dscores = random(seq, topk).masked_fill(indices < 0, torch.nan)
         for deterministic in (False, True):

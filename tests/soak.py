@@ -241,8 +241,8 @@ class Soak:
     def report(self) -> None:
         print(f"\n{'target':32}   calls  failures  too large  ms a call")
         for name in filter(self.calls.get, TARGETS):
-            of_target = 1e3 * self.seconds[name] / self.calls[name]
-            print(f"{name:32} {self._counts(name)} {of_target:10.1f}")
+            ms_per_call = 1e3 * self.seconds[name] / self.calls[name]
+            print(f"{name:32} {self._counts(name)} {ms_per_call:10.1f}")
         print(f"{'all':32} {self._counts()}", flush=True)
 
     def _counts(self, *names: str) -> str:

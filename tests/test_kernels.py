@@ -52,7 +52,7 @@ SOURCES = [
 ]
 
 
-def of_streams(*kernels: str) -> tuple[str, ...]:
+def instance_names(*kernels: str) -> tuple[str, ...]:
     """Names of the instances for 2 and for 4 streams."""
     return tuple(f"{kernel}_kernelILi{streams}E" for kernel in kernels for streams in (2, 4))
 
@@ -118,11 +118,11 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             2,
             640,
             ("HMMA", "LDSM", "UTMALDG", "UTMASTG", "USETMAXREG"),
-            of_streams("gates", "reduce"),
+            instance_names("gates", "reduce"),
             spilled=8,
         ),
         "mhc_post/launch": Kernels(
-            "mhc_post_[fb]wd_kernel", 2 * 2, 2 * 256, ("LDG.E.128", "STG.E.128"), of_streams("mixing", "mixing_bwd")
+            "mhc_post_[fb]wd_kernel", 2 * 2, 2 * 256, ("LDG.E.128", "STG.E.128"), instance_names("mixing", "mixing_bwd")
         ),
         "coarse_attn_fwd/launch": Kernels("coarse_attn_fwd_kernel", 2, 512, ("HGMMA", *scoring)),
         # Columns x heads; one kernel adds to sums, the other stores rows.

@@ -35,13 +35,13 @@ def fake_forms(op: str, args: dict[str, Any], device: str) -> list[tuple[Any, ..
 @pytest.mark.parametrize("batch", [1, 2])
 def test_fake_and_real_results_agree(op: str, batch: int) -> None:
     base = ordinary(op, batch)
-    of_base = call(op, base)
+    base_results = call(op, base)
     for name, args in calls_in_layouts(op, batch):
         results = call(op, args)
         forms = [form(result) for result in results]
         for device in ("cpu", "cuda"):
             assert fake_forms(op, args, device) == forms, (name, device)
-        for got, expected in zip(results, expected_of(op, args, base, of_base), strict=True):
+        for got, expected in zip(results, expected_of(op, args, base, base_results), strict=True):
             # With another layout, products may be summed in another order.
             scale = float(expected.double().nan_to_num(0, 0, 0).abs().amax()) if expected.numel() else 0.0
             torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=scale / 64, equal_nan=True)

@@ -36,7 +36,7 @@ def results_or_refusal(op: str, args: dict[str, Any]) -> tuple[Tensor, ...] | st
 def test_fake_and_real_results_agree(op: str, batch: int, deterministic_algorithms: None) -> None:
     """A call fails only for the layout of a tensor that is not legal, and the error says so."""
     base = ordinary(op, batch, DEVICE)
-    of_base = call(op, base)
+    base_results = call(op, base)
     for name, args in calls_in_layouts(op, batch, DEVICE):
         results = results_or_refusal(op, args)
         if isinstance(results, str):
@@ -46,7 +46,7 @@ def test_fake_and_real_results_agree(op: str, batch: int, deterministic_algorith
         with FakeTensorMode() as mode:
             fake = {n: mode.from_tensor(value) if isinstance(value, Tensor) else value for n, value in args.items()}
             assert [form(result) for result in call(op, fake)] == [form(result) for result in results], name
-        for got, expected in zip(results, expected_of(op, args, base, of_base), strict=True):
+        for got, expected in zip(results, expected_of(op, args, base, base_results), strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 

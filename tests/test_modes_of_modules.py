@@ -99,7 +99,7 @@ def test_parameters_are_reset_after_a_meta_device(name: str) -> None:
 def test_second_derivatives_of_parts(function: str) -> None:
     """The parts of modules have second derivatives, as the matmuls that they replace."""
     generator = torch.Generator().manual_seed(0)
-    x, of_keys, weights = (
+    x, key_weight, weights = (
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
         for shape in ((2, 3, 2, 6), (2, 4, 5), (2, 6, 3))
     )
@@ -109,4 +109,4 @@ def test_second_derivatives_of_parts(function: str) -> None:
     elif function == "multiply_heads":
         torch.autograd.gradgradcheck(multiply_heads, (x, weights))
     else:
-        torch.autograd.gradgradcheck(lambda x, w: absorbed_queries(x, w, cos, sin), (x, of_keys))
+        torch.autograd.gradgradcheck(lambda x, w: absorbed_queries(x, w, cos, sin), (x, key_weight))

@@ -262,6 +262,26 @@ def test_shares_that_a_sink_makes_vanish_may_be_0() -> None:
     check("sparse_mla_bwd", (torch.zeros_like(dq), torch.zeros_like(dkv), d_sink), args)
 
 
+@pytest.mark.parametrize(("distance", "may_vanish"), [(65.0, True), (50.0, False)])
+def test_block_sparse_probabilities_that_may_vanish(distance: float, may_vanish: bool) -> None:
+    """The kernel's maximum may lag by 40 powers of 2: moving it may multiply what is below 2^-86 by 0."""
+    args = ORDINARY["block_sparse_attn_fwd"]()
+    args["q2k_index"].zero_()
+    args["q2k_num"].fill_(1)
+    args["kv_block_size"].fill_(64)
+    args["q"].zero_()[..., 0] = 8
+    args["k"].zero_()[:, :, 0, 0] = distance / 8 * args["q"].shape[3] ** 0.5
+    args["v"][:, :, 0] = 0
+    out, lse = torch.ops.dsa.block_sparse_attn_fwd(**args)
+    check("block_sparse_attn_fwd", (out, lse), args)
+    assert out.any()
+    if may_vanish:
+        check("block_sparse_attn_fwd", (torch.zeros_like(out), lse), args)
+    else:
+        with pytest.raises(AssertionError, match="out"):
+            check("block_sparse_attn_fwd", (torch.zeros_like(out), lse), args)
+
+
 def test_equal_probabilities_have_one_rounding() -> None:
     """Each of 120 equal keys has the probability 1 / 120, which bf16 rounds up by 0.34 %."""
     q, k = torch.zeros(1, 2, 64, 128).bfloat16(), torch.randn(1, 1, 120, 128).bfloat16()

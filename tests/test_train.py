@@ -1,12 +1,14 @@
 """examples/train.py with fewer steps: losses fall, and the indexers learn to select what attention prefers."""
 
 import math
+import random
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -56,6 +58,37 @@ def test_training_with_hyper_connections(example: dict[str, Any], capsys: pytest
     assert history.mean(history.indexer, "warmup", last) < history.mean(history.indexer, "warmup", first)
     example["print_report"](args, history)
     assert "2 layers, 2 streams, 4 heads" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_held_out_text_is_not_trained_on(
+    example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random files, in which no eight bytes occur twice: those of the held-out windows are not in the training text."""
+    for name in ("README.md", "bench/NOTES.md", "docs/index.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(random.Random(name).randbytes(3000))
+    trained_on: list[Tensor] = []
+    measured: list[tuple[Tensor, float]] = []
+    variables, loss = example["train"].__globals__, example["Model"].loss
+    batches = variables["batches"]
+
+    def recorded_loss(model: torch.nn.Module, windows: Tensor) -> float:
+        measured.append((windows, loss(model, windows)))
+        return measured[-1][1]
+
+    monkeypatch.setitem(variables, "REPOSITORY", tmp_path)
+    monkeypatch.setitem(variables, "batches", lambda text, args: trained_on.append(text) or batches(text, args))
+    monkeypatch.setattr(example["Model"], "loss", recorded_loss)
+    sizes = "--layers 1 --hidden 64 --length 16 --topk 4 --dense-steps 1 --warmup-steps 1 --sparse-steps 1"
+    history = example["train"](example["parse_arguments"](sizes.split()))
+
+    assert [value for _, value in history.held_out] == [value for _, value in measured] != []
+    (text,) = (bytes(part.tolist()) for part in trained_on)
+    assert len(text) > 6000
+    for windows, _ in measured:
+        for window in map(bytes, windows.tolist()):
+            assert not any(window[i : i + 8] in text for i in range(len(window) - 7))
 
 
 @pytest.mark.gpu

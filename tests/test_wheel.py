@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 import torch
 from commands import needs_library, run, tool
 from conftest import ROOT
+
+import dsa_ext
 
 
 @pytest.fixture
@@ -71,10 +74,36 @@ def test_compiler_of_another_version(build_wheel: ModuleType, monkeypatch: pytes
     assert build_wheel.find_compiler(build_wheel.PACKAGED) == Path("packages")
 
 
+@pytest.mark.parametrize(("mode", "tag"), [("1", r"cp310-abi3-linux_\w+"), ("0", "py3-none-any")])
+def test_wheel_tag(mode: str, tag: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "DSA_EXT_CUDA": mode}
+    command = [sys.executable, "setup.py", "--name"]
+    can_build = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    if can_build.returncode != 0:
+        pytest.skip(can_build.stderr.splitlines()[-1])
+    build = ("build", "--build-base", tmp_path / "build", "bdist_wheel", "--dist-dir", tmp_path)
+    run(sys.executable, "setup.py", "-q", *build, DSA_EXT_CUDA=mode)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(rf"dsa_ext-{re.escape(dsa_ext.__version__)}-{tag}\.whl", wheel.name)
+    contents = run(sys.executable, "-m", "zipfile", "-l", wheel)
+    assert ("_C.abi3.so" in contents) == (mode == "1")
+    assert "dsa_ext/py.typed" in contents
+
+
+def test_bad_build_mode() -> None:
+    environment = {**os.environ, "DSA_EXT_CUDA": "yes"}
+    command = [sys.executable, "setup.py", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode != 0
+    assert "DSA_EXT_CUDA must be auto, 1 or 0, got 'yes'" in done.stderr
+
+
 def test_versions_agree(build_wheel: ModuleType) -> None:
     cutlass = re.findall(r"nvidia-cutlass==[\w.]+", read("pyproject.toml") + read("requirements-build.txt"))
     assert len(cutlass) == 2
     assert len(set(cutlass)) == 1
+    for name in ("setup.py", "third_party/README.md"):
+        assert cutlass[0] in read(name)
     compiler = re.search(r"nvidia-cuda-nvcc==(\d+\.\d+)", read(f"requirements-cuda-{build_wheel.PACKAGED}.txt"))
     assert compiler is not None
     assert compiler.group(1) == build_wheel.PACKAGED

@@ -49,10 +49,10 @@ def check(tensors: list[Tensor], index: Tensor, number: Tensor, gradients: tuple
     """The largest error of dq of the last block of queries, and of dk and dv of the first block of keys."""
     dout, q, k, v, out, lse = tensors
     last = slice(-BLOCK, None)
-    of_last = (t[:, :1, last].double() for t in (dout, q))
+    last_block = (t[:, :1, last].double() for t in (dout, q))
     row = (out[:, :1, last].double(), lse[:, :1, last].double())
     keys, values = k[:, :1].double(), v[:, :1].double()
-    dq, _, _ = reference.block_sparse_attn_bwd(*of_last, keys, values, *row, index[:, :1, -1:], number[:, :1, -1:])
+    dq, _, _ = reference.block_sparse_attn_bwd(*last_block, keys, values, *row, index[:, :1, -1:], number[:, :1, -1:])
     errors = [similarity_error(gradients[0][:, :1, last], dq)]
 
     listing = (index[0, 0] == 0).any(-1)

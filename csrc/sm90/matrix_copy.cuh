@@ -75,28 +75,4 @@ __device__ __forceinline__ float dot_bf16(uint32_t a, uint32_t b) {
               __uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u));
 }
 
-// Stores a warpgroup's 64-row fp32 accumulator fragment, rounded to bf16, as 64-column chunks from `chunk` on.
-template <int kColumns, class Accumulator>
-__device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumulator& r, int thread) {
-  const int row = thread / 32 * 16 + thread % 16, piece = thread / 16 % 2;
-#pragma unroll
-  for (int i = 0; i < kColumns / 16; ++i) {
-    store_matrices(chunk + i / 4 * 64 * kSwizzleRowBytes + swizzled_offset(row, i % 4 * 2 + piece),
-                   pack_bf16(r(8 * i), r(8 * i + 1)), pack_bf16(r(8 * i + 2), r(8 * i + 3)),
-                   pack_bf16(r(8 * i + 4), r(8 * i + 5)), pack_bf16(r(8 * i + 6), r(8 * i + 7)));
-  }
-}
-
-// Stores the same fragment unrounded to global memory, in rows that are `stride` elements apart.
-template <class Accumulator>
-__device__ __forceinline__ void store_accumulators_to_global(float* g_first, int stride, const Accumulator& r,
-                                                             int thread) {
-  const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-#pragma unroll
-  for (int i = 0; i < r.size(); i += 2) {
-    float* g_pair = g_first + (row + i / 2 % 2 * 8) * stride + i / 4 * 8 + lane % 4 * 2;
-    *reinterpret_cast<float2*>(g_pair) = {r(i), r(i + 1)};
-  }
-}
-
 }  // namespace dsa::sm90

@@ -9,8 +9,13 @@
 
 namespace dsa::sm90 {
 
-// prefetch.L2
+// prefetch.L2 of a cache line
 __device__ __forceinline__ void prefetch_l2(const void* g) { asm volatile("prefetch.global.L2 [%0];" ::"l"(g)); }
+
+// cp.async.bulk.prefetch.L2: `bytes` is a multiple of 16
+__device__ __forceinline__ void prefetch_l2(const void* g, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(g), "r"(bytes) : "memory");
+}
 
 // ld.global, only to bring the line into L1; the value is not used
 __device__ __forceinline__ void touch(const float* g) {
@@ -30,6 +35,15 @@ __device__ __forceinline__ void copy_float(float* shared, const float* g) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(g) : "memory");
 }
 
+// cp.async of 16 bytes, bypassing L1; writes zeros and reads nothing when `bytes` is 0. (A 256-byte L2 prefetch hint
+// costs bandwidth when the rows come from HBM: half of what it fetches belongs to other rows.)
+__device__ __forceinline__ void copy_16_bytes(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+// cp.async.wait_all: waits until this thread's copies are complete
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // st.shared
 __device__ __forceinline__ void store_shared(uint32_t address, uint2 value) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
@@ -42,6 +56,18 @@ __device__ __forceinline__ void store_shared(uint32_t address, __nv_bfloat16 val
 }
 __device__ __forceinline__ void store_shared(uint32_t address, int value) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// red.global.add.v4.f32, predicated on `wanted`
+__device__ __forceinline__ void add_to_global(float* g_sum, bool wanted, float a, float b, float c, float d) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.s32 wanted, %1, 0;\n"
+      "@wanted red.global.add.v4.f32 [%0], {%2, %3, %4, %5};\n"
+      "}\n" ::"l"(g_sum),
+      "r"(static_cast<int>(wanted)), "f"(a), "f"(b), "f"(c), "f"(d)
+      : "memory");
 }
 
 // red.shared.add of 1

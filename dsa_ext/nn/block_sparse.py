@@ -281,8 +281,8 @@ def pool_blocks(x: Tensor, pool: Tensor, sizes: Tensor | None = None) -> Tensor:
         valid = torch.arange(BLOCK, device=x.device) < sizes[:, None]
         weights = pool * (valid * (BLOCK / sizes.clamp(min=1))[:, None]).to(pool.dtype)[:, None]
     products = weights.expand(*rows.shape[:2], *pool.shape) @ rows.flatten(3)
-    of_pairs: Tensor = products.unflatten(3, x.shape[1::2])
-    return of_pairs.diagonal(dim1=2, dim2=3).permute(0, 3, 1, 2)
+    head_pairs: Tensor = products.unflatten(3, x.shape[1::2])
+    return head_pairs.diagonal(dim1=2, dim2=3).permute(0, 3, 1, 2)
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

@@ -41,21 +41,21 @@ class _MultiplyHeads(torch.autograd.Function):
 
 class _AbsorbedQueries(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, of_keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(heads, of_keys, cos, sin)
-        _, nope, latent = of_keys.shape
+    def forward(ctx: Any, heads: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(heads, key_weight, cos, sin)
+        _, nope, latent = key_weight.shape
         q = heads.new_empty(*heads.shape[:-1], latent + heads.shape[-1] - nope)
-        _multiply(q.flatten(0, 1)[..., :latent], heads.flatten(0, 1)[..., :nope], of_keys)
+        _multiply(q.flatten(0, 1)[..., :latent], heads.flatten(0, 1)[..., :nope], key_weight)
         q[..., latent:] = heads[..., nope:]
         rotate_(q[..., latent:], heads[..., nope:], cos, sin)
         return q
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor) -> tuple[Tensor | None, ...]:
-        heads, of_keys, cos, sin = ctx.saved_tensors
-        _, nope, latent = of_keys.shape
+        heads, key_weight, cos, sin = ctx.saved_tensors
+        _, nope, latent = key_weight.shape
         dheads = heads.new_empty(heads.shape)
-        _multiply(dheads.flatten(0, 1)[..., :nope], dq.flatten(0, 1)[..., :latent], of_keys.mT)
+        _multiply(dheads.flatten(0, 1)[..., :nope], dq.flatten(0, 1)[..., :latent], key_weight.mT)
         dheads[..., nope:] = dq[..., latent:]
         rotate_(dheads[..., nope:], dq[..., latent:], cos, -sin)
         return dheads, _weight_gradient(heads.flatten(0, 1)[..., :nope], dq.flatten(0, 1)[..., :latent]), None, None
@@ -70,17 +70,17 @@ def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
     return result
 
 
-def absorbed_queries(heads: Tensor, of_keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def absorbed_queries(heads: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries of the absorbed form, heads projected to the latent's columns: [B, S, H, latent + rope].
 
     Args:
         heads: [B, S, H, nope + rope].
-        of_keys: [H, nope, latent], for the first `nope` columns of each head.
+        key_weight: [H, nope, latent], for the first `nope` columns of each head.
         cos, sin: rope_tables for the last `rope` columns.
     """
-    of_keys = of_keys.to(heads.dtype)
+    key_weight = key_weight.to(heads.dtype)
     if is_compiling():
-        nope, rope = heads.split([of_keys.shape[1], heads.shape[-1] - of_keys.shape[1]], dim=-1)
-        return torch.cat([multiply_heads(nope, of_keys), rotated(rope, cos, sin)], dim=-1)
-    result: Tensor = _AbsorbedQueries.apply(heads, of_keys, cos, sin)  # type: ignore[no-untyped-call]
+        nope, rope = heads.split([key_weight.shape[1], heads.shape[-1] - key_weight.shape[1]], dim=-1)
+        return torch.cat([multiply_heads(nope, key_weight), rotated(rope, cos, sin)], dim=-1)
+    result: Tensor = _AbsorbedQueries.apply(heads, key_weight, cos, sin)  # type: ignore[no-untyped-call]
     return result

@@ -89,8 +89,8 @@ class LightningIndexer(nn.Module):
         starts, ends = _bounds(tensors.k)
         k_scale = None
         if self.precision == "fp8":
-            q, q_scale = _quantised(q)
-            k, k_scale = _quantised(k)
+            q, q_scale = _quantize(q)
+            k, k_scale = _quantize(k)
             weights = weights.float() * q_scale
         ids, _ = functional.indexer_topk(q, k, weights, starts, ends, topk, k_scale=k_scale)
         if len(tensors.k) > 1:
@@ -120,7 +120,7 @@ def _bounds(k: Tensor) -> tuple[Tensor, Tensor]:
     return token // max(1, seq) * seq, token + 1
 
 
-def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows quantized to float8_e4m3fn, and the scale of each row, fp32."""
     scale = torch.linalg.vector_norm(x, torch.inf, dim=-1).float().clamp(min=1e-4) / torch.finfo(_FP8).max
     return (x / scale[..., None]).to(_FP8), scale

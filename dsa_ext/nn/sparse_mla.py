@@ -101,10 +101,10 @@ class SparseMLA(nn.Module):
     def forward(self, x: Tensor) -> SparseMLAOutput:
         """`x` [B, S, hidden_size], positions 0 to S - 1."""
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
-        of_keys, of_values = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank).split(
+        key_weight, value_weight = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank).split(
             [self.nope_dim, self.v_dim], dim=1
         )
-        q, kv = self._queries(q_latent, of_keys), self._keys(x)
+        q, kv = self._queries(q_latent, key_weight), self._keys(x)
         tensors = ids = None
         if self.phase != "dense":
             tensors = self.indexer(x.detach(), q_latent.detach())
@@ -114,7 +114,7 @@ class SparseMLA(nn.Module):
         else:
             listed = _all_keys(x)
         latent, lse = self._attend(q, kv, listed)
-        out = self.o_proj(multiply_heads(latent, of_values.mT).flatten(2))
+        out = self.o_proj(multiply_heads(latent, value_weight.mT).flatten(2))
         if tensors is None or not torch.is_grad_enabled():
             return SparseMLAOutput(out, None, ids)
         q, kv, lse = q.detach(), kv.detach(), lse.detach()
@@ -128,8 +128,8 @@ class SparseMLA(nn.Module):
     @torch.no_grad()
     def attention_to_all(self, x: Tensor) -> Tensor:
         """Weights of dense attention, averaged over heads: [B, S, S], fp32 (float64 for float64 inputs)."""
-        of_keys = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank)[:, : self.nope_dim]
-        q, kv = self._queries(self.q_a_layernorm(self.q_a_proj(x)), of_keys), self._keys(x)
+        key_weight = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank)[:, : self.nope_dim]
+        q, kv = self._queries(self.q_a_layernorm(self.q_a_proj(x)), key_weight), self._keys(x)
         listed = _all_keys(x)
         _, lse = self._attend(q, kv, listed)
         return self._distribution(q, kv, listed, lse) / self.heads
@@ -146,10 +146,12 @@ class SparseMLA(nn.Module):
         """Attention weights of the listed keys, summed over heads [B, S, K]."""
         return functional.attn_dist(q, kv, listed, lse, sm_scale=self.sm_scale)[:, :, 0]
 
-    def _queries(self, q_latent: Tensor, of_keys: Tensor) -> Tensor:
+    def _queries(self, q_latent: Tensor, key_weight: Tensor) -> Tensor:
         """Queries of the absorbed form [B, S, H, kv_lora_rank + rope_dim]: heads projected to the latent's columns."""
         heads = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
-        return absorbed_queries(heads, of_keys, *rope_tables(heads, _positions(heads), self.rope_theta, self.rope_dim))
+        return absorbed_queries(
+            heads, key_weight, *rope_tables(heads, _positions(heads), self.rope_theta, self.rope_dim)
+        )
 
     def _keys(self, x: Tensor) -> Tensor:
         """The latent keys and their RoPE columns [B, S, 1, kv_lora_rank + rope_dim]."""

@@ -7,6 +7,7 @@ take the arguments as one record: a named tuple with one field per argument, in 
 import inspect
 from collections import namedtuple
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -122,9 +123,10 @@ class Operator:
     ) -> type[torch.autograd.Function]:
         redispatch, defaults, names = self.overload.redispatch, self.defaults, self.arguments
         everything = [*names, *self.results]
-        tensors = [everything.index(name) for name in saves]
+        tensors_of = _selection([everything.index(name) for name in saves])
         types = [str(argument.type) for argument in self.overload._schema.arguments]
         options = [i for i, name in enumerate(names) if "Tensor" not in types[i]]
+        options_of = _selection(options)
         saved = self._record([*saves, *(names[i] for i in options)], defaults=False)
         constants = [self.results.index(name) for name in constant]
 
@@ -133,9 +135,9 @@ class Operator:
             def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> Results:
                 with torch._C._AutoDispatchBelowAutograd():
                     results: Results = redispatch(keyset, *args)
-                known = (*args, *defaults[len(args) :], *(results if isinstance(results, tuple) else (results,)))
-                ctx.save_for_backward(*[known[i] for i in tensors])
-                ctx.options = [known[i] for i in options]
+                known = args + defaults[len(args) :] + (results if isinstance(results, tuple) else (results,))
+                ctx.save_for_backward(*tensors_of(known))
+                ctx.options = options_of(known)
                 if constants:
                     ctx.mark_non_differentiable(*[results[i] for i in constants])
                 ctx.set_materialize_grads(False)
@@ -144,6 +146,11 @@ class Operator:
             @staticmethod
             def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
                 found = backward(saved(*ctx.saved_tensors, *ctx.options), *gradients)
-                return None, *[found.get(name) for name in names]
+                return None, *map(found.get, names)
 
         return Function
+
+
+def _selection(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that returns the items at these places, a microsecond faster than a list comprehension."""
+    return itemgetter(*places) if len(places) > 1 else lambda items: tuple(items[i] for i in places)

@@ -323,8 +323,8 @@ class _DenseLossFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        loss, *of_sum = ctx.saved_tensors
-        gradients = tuple(gradient * dloss for gradient in of_sum)
+        loss, *sum_gradients = ctx.saved_tensors
+        gradients = tuple(gradient * dloss for gradient in sum_gradients)
         return None, *not_differentiable_again("indexer_dense_loss", gradients, loss), *(None,) * 8
 
 

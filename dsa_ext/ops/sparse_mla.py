@@ -36,7 +36,7 @@ def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
     if attn_sink is not None:
         check_tensor(a.op, "attn_sink", attn_sink, compute_dtype(a.q), H=heads)
     if groups < 1 or heads % groups != 0 or heads // groups > _MAX_HEADS_PER_GROUP:
-        expected = f"a multiple of kv's groups, at most {_MAX_HEADS_PER_GROUP} a group"
+        expected = f"a multiple of kv's groups, at most {_MAX_HEADS_PER_GROUP} per group"
         fail(a.op, f"q's heads must be {expected}, got {heads} heads and {groups} groups")
     if a.indices.shape[3] < 1:
         fail(a.op, f"indices must have at least one slot per row, got {describe(a.indices)}")

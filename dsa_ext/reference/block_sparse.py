@@ -159,8 +159,8 @@ def block_sparse_attn_bwd(
         dscores = probs * (upstream @ chunk.values.mT - delta[:, :, run]) * scale
         dscores = dscores.masked_fill(~chunk.visible, 0)
         dq[:, :, run] = (dscores @ chunk.keys).to(q.dtype)
-        for grad, of_block in ((dk, dscores.mT @ chunk.q), (dv, probs.mT @ upstream)):
-            of_block = of_block.masked_fill(~chunk.visible.mT, 0)
-            grad.flatten(0, 2).index_add_(0, chunk.rows.flatten(), of_block.reshape(-1, BLOCK, q.shape[3]))
+        for grad, block_grad in ((dk, dscores.mT @ chunk.q), (dv, probs.mT @ upstream)):
+            block_grad = block_grad.masked_fill(~chunk.visible.mT, 0)
+            grad.flatten(0, 2).index_add_(0, chunk.rows.flatten(), block_grad.reshape(-1, BLOCK, q.shape[3]))
 
     return uncut(dq, q), uncut(dk, k), uncut(dv, v)

@@ -15,15 +15,15 @@ def shares(fine: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
 
 def gated_fusion_fwd(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
     """See :func:`dsa_ext.gated_fusion`. Takes any D."""
-    of_fine, of_coarse = shares(fine, gate)
-    return empty_rows_like(fine).copy_(of_fine * fine + of_coarse * coarse)
+    fine_share, coarse_share = shares(fine, gate)
+    return empty_rows_like(fine).copy_(fine_share * fine + coarse_share * coarse)
 
 
 def gated_fusion_bwd(dout: Tensor, fine: Tensor, coarse: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gated_fusion_fwd: dfine, dcoarse and dgate, like fine, coarse and gate."""
-    of_fine, of_coarse = shares(fine, gate)
-    upstream = dout.to(of_fine.dtype)
-    along = (upstream * (fine.to(of_fine.dtype) - coarse.to(of_fine.dtype))).sum(-1, keepdim=True)
-    dgate = (of_fine * of_coarse * along).squeeze(-1)
-    dfine, dcoarse = (empty_rows_like(x).copy_(s * upstream) for x, s in ((fine, of_fine), (coarse, of_coarse)))
+    fine_share, coarse_share = shares(fine, gate)
+    upstream = dout.to(fine_share.dtype)
+    along = (upstream * (fine.to(fine_share.dtype) - coarse.to(fine_share.dtype))).sum(-1, keepdim=True)
+    dgate = (fine_share * coarse_share * along).squeeze(-1)
+    dfine, dcoarse = (empty_rows_like(x).copy_(s * upstream) for x, s in ((fine, fine_share), (coarse, coarse_share)))
     return dfine, dcoarse, torch.empty_like(gate).copy_(dgate)

@@ -199,8 +199,8 @@ def attn_dist(
     for chunk in query_chunks(q, kv, indices, visible):
         chunk_lse = lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])
         p = chunk.probabilities(chunk_lse, scale).masked_fill((chunk_lse == -torch.inf)[..., None], 0)
-        for block, of_block in enumerate(p.split(HEADS_PER_BLOCK if per_head_block else max(1, group_heads), dim=3)):
-            dist[block, :, chunk.queries] = of_block.sum(3)
+        for block, p_block in enumerate(p.split(HEADS_PER_BLOCK if per_head_block else max(1, group_heads), dim=3)):
+            dist[block, :, chunk.queries] = p_block.sum(3)
     if per_head_block:
         return dist
     return dist[0] / dist[0].sum(-1, keepdim=True).clamp(min=1e-10) if normalize else dist[0]

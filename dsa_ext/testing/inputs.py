@@ -159,7 +159,7 @@ def nasty_rows(columns: int, seed: int = 0, device: torch.device | str = "cpu") 
         """In [low, high), int32."""
         return torch.randint(low, high, (columns,), generator=generator, device=device, dtype=torch.int32)
 
-    def of_bits(bits: Tensor, sign: Tensor) -> Tensor:
+    def from_bits(bits: Tensor, sign: Tensor) -> Tensor:
         return bits.view(torch.float32) * sign
 
     one = torch.ones(columns, device=device)
@@ -170,13 +170,13 @@ def nasty_rows(columns: int, seed: int = 0, device: torch.device | str = "cpu") 
         "negative": -normal().abs() - 1,
         "all equal": 0.7 * one,
         # fp16 has 10 bits of fraction, fp32 23: these 2^12 values all round to 1.
-        "one fp16 bucket": of_bits(one.view(torch.int32) + integers(0, 2**12), one),
+        "one fp16 bucket": from_bits(one.view(torch.int32) + integers(0, 2**12), one),
         # Wherever the threshold of the selection lies, only the last bit separates selected logits from the others.
-        "last bit": of_bits(one.view(torch.int32) + integers(-1, 2), one),
-        "last bit, negative": of_bits(one.view(torch.int32) + integers(-1, 2), -one),
+        "last bit": from_bits(one.view(torch.int32) + integers(-1, 2), one),
+        "last bit, negative": from_bits(one.view(torch.int32) + integers(-1, 2), -one),
         "two clusters": sign * 1e3 + normal() * 1e-3,
         "plateau of zeros": normal().abs().masked_fill(~one_in_16, 0),
-        "denormals": of_bits(integers(0, 2**23), sign),
+        "denormals": from_bits(integers(0, 2**23), sign),
         "zeros of both signs": 0.0 * sign,
         "zeros of both signs and few others": torch.where(one_in_16, normal(), 0.0 * sign),
         "NaN": normal().masked_fill(one_in_16, torch.nan),

@@ -1,14 +1,13 @@
 """The kernel of block_select against the reference on the CPU, bit for bit, and its other promises."""
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams import check_script, written_late
 from torch import Tensor
 
 import dsa_ext
@@ -151,15 +150,7 @@ def test_side_stream() -> None:
     """Scores that are written late on a side stream: a kernel on any other stream would read zeros."""
     scores = weights(1, 12, 364, 364).to(DEVICE)
     expected = OP(scores)
-    late = torch.zeros_like(scores)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(scores)
-        results = OP(late)
-    stream.synchronize()
-    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    torch.testing.assert_close(written_late(scores, OP), expected, rtol=0, atol=0)
 
 
 GRAPH_SCRIPT = """
@@ -182,8 +173,7 @@ print("captured")
 
 
 def test_cuda_graph_at_the_first_call() -> None:
-    done = subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], capture_output=True, text=True)
-    assert done.stdout.strip() == "captured", done.stderr
+    check_script(GRAPH_SCRIPT)
 
 
 @both_dtypes

@@ -1,25 +1,22 @@
 """The kernels of block_sparse_attn_bwd against the reference in float64 on the same GPU, and their other promises."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
+from block_sparse_gpu_inputs import far_apart, make_gpu
+from streams import check_replays
 from torch import Tensor
 
 import dsa_ext
-from dsa_ext.reference.block_sparse import BLOCK, blocks, valid_keys
+from dsa_ext.reference.block_sparse import BLOCK, valid_keys
 from dsa_ext.testing import tolerances
-from dsa_ext.testing.block_inputs import BlockInputs, make_block_inputs
+from dsa_ext.testing.block_inputs import BlockInputs
 
 pytestmark = pytest.mark.gpu
 
 FORWARD = torch.ops.dsa.block_sparse_attn_fwd.default
 OP = torch.ops.dsa.block_sparse_attn_bwd.default
-
-
-def make_gpu(**sizes: Any) -> BlockInputs:
-    return make_block_inputs(dtype=torch.bfloat16, device="cuda", **sizes)
 
 
 def upstream(x: BlockInputs, seed: int = 7) -> tuple[Tensor, Tensor]:
@@ -145,13 +142,7 @@ def test_strided_inputs() -> None:
 
 def test_far_apart() -> None:
     """Keys of the last head start more than 2^31 elements after the first."""
-    heads, n_kv, dim = 9, 2**21, 128
-    x = make_gpu(heads=heads, kv_heads=heads, n_q=100, n_kv=64, dim=dim)
-    k = torch.empty(1, heads, n_kv, dim, device="cuda", dtype=torch.bfloat16)
-    v = torch.empty_like(k)
-    k[:, :, -64:], v[:, :, -64:] = x.k, x.v
-    index = torch.full((1, heads, 2, 1), blocks(n_kv) - 1, device="cuda", dtype=torch.int32)
-    number = torch.ones(1, heads, 2, device="cuda", dtype=torch.int32)
+    x, k, v, index, number = far_apart()
     dout, _ = upstream(x)
     out, lse = FORWARD(x.q, k, v, index, number)
     far = OP(dout, x.q, k, v, out, lse, index, number)
@@ -166,17 +157,8 @@ def test_graph_capture_at_first_call_and_side_stream() -> None:
     dout, _ = upstream(x)
     out, lse = FORWARD(x.q, x.k, x.v, *x.lists())
     arguments = (dout, x.q, x.k, x.v, out, lse, *x.lists())
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = OP(*arguments)
-    expected = OP(*arguments)
-    for _ in range(2):
-        for gradient in captured:
-            gradient.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    stream = torch.cuda.Stream()
+    expected = check_replays(stream, lambda: OP(*arguments), lambda: OP(*arguments))
     with torch.cuda.stream(stream):
         aside = OP(*arguments)
     stream.synchronize()

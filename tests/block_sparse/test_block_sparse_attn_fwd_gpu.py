@@ -1,23 +1,19 @@
 """The kernel of block_sparse_attn_fwd against the reference in float64 on the same GPU, and its other promises."""
 
-from typing import Any
-
 import pytest
 import torch
+from block_sparse_gpu_inputs import far_apart, make_gpu
+from streams import check_replays
 from torch import Tensor
 
 import dsa_ext
-from dsa_ext.reference.block_sparse import BLOCK, blocks, valid_keys
+from dsa_ext.reference.block_sparse import BLOCK, valid_keys
 from dsa_ext.testing import tolerances
-from dsa_ext.testing.block_inputs import BlockInputs, make_block_inputs
+from dsa_ext.testing.block_inputs import BlockInputs
 
 pytestmark = pytest.mark.gpu
 
 OP = torch.ops.dsa.block_sparse_attn_fwd.default
-
-
-def make_gpu(**sizes: Any) -> BlockInputs:
-    return make_block_inputs(dtype=torch.bfloat16, device="cuda", **sizes)
 
 
 def check(x: BlockInputs, sm_scale: float | None = None, sizes: bool = True) -> Tensor:
@@ -81,6 +77,19 @@ def test_scores_that_grow_from_block_to_block(step: float, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+def test_a_sum_that_vanishes_when_the_maximum_moves(dim: int) -> None:
+    """Of three blocks with scores near 0, 25 and 90 only the second has values: their weight is exp(-65)."""
+    x = make_gpu(n_q=200, n_kv=192, slots=3, dim=dim)
+    x.q2k_index.copy_(torch.arange(3, device="cuda"))
+    x.q2k_num.fill_(3)
+    x.kv_block_size.fill_(BLOCK)
+    x.q[..., 0], x.k[..., 0] = 8, 0
+    x.k[..., 0] = (torch.tensor([0.0, 25.0, 90.0], device="cuda") / 8 * dim**0.5).repeat_interleave(BLOCK).bfloat16()
+    x.v[:, :, :BLOCK] = x.v[:, :, 2 * BLOCK :] = 0
+    assert check(x).abs().max() <= BLOCK * float(x.v.abs().max()) * 2.0**-86
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_what_nobody_sees_may_be_nan(dim: int) -> None:
     x = make_gpu(n_q=300, n_kv=1000, slots=8, dim=dim)
     expected = check(x)
@@ -135,28 +144,14 @@ def test_strided_inputs() -> None:
 
 def test_far_apart() -> None:
     """Keys of the last head start more than 2^31 elements after the first."""
-    heads, n_kv, dim = 9, 2**21, 128
-    x = make_gpu(heads=heads, kv_heads=heads, n_q=100, n_kv=64, dim=dim)
-    k = torch.empty(1, heads, n_kv, dim, device="cuda", dtype=torch.bfloat16)
-    v = torch.empty_like(k)
-    k[:, :, -64:], v[:, :, -64:] = x.k, x.v
-    index = torch.full((1, heads, 2, 1), blocks(n_kv) - 1, device="cuda", dtype=torch.int32)
-    number = torch.ones(1, heads, 2, device="cuda", dtype=torch.int32)
+    x, k, v, index, number = far_apart()
     assert torch.equal(OP(x.q, k, v, index, number)[0], OP(x.q, x.k, x.v, torch.zeros_like(index), number)[0])
 
 
 def test_graph_capture_at_first_call_and_side_stream() -> None:
     x = make_gpu(n_q=64, n_kv=4000, slots=50, dim=128)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        out = OP(x.q, x.k, x.v, *x.lists())[0]
-    expected = check(x)
-    for _ in range(2):
-        out.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected)
+    stream = torch.cuda.Stream()
+    (expected,) = check_replays(stream, lambda: OP(x.q, x.k, x.v, *x.lists())[:1], lambda: (check(x),))
     with torch.cuda.stream(stream):
         aside = OP(x.q, x.k, x.v, *x.lists())[0]
     stream.synchronize()

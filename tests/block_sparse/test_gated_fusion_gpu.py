@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from streams import captured_and_aside
 from torch import Tensor
 
 import dsa_ext
@@ -117,16 +118,7 @@ def test_rows_more_than_2_to_the_31_elements_apart() -> None:
 
 def test_graph_capture_at_first_call_and_side_stream() -> None:
     dout, *args = make(1, 12, 64, 128)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = (FWD(*args), *BWD(dout, *args))
-    graph.replay()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late = [t.clone() for t in args]
-        aside = (FWD(*late), *BWD(dout, *late))
-    torch.cuda.synchronize()
+    captured, aside = captured_and_aside(lambda *args: (FWD(*args), *BWD(dout, *args)), *args)
     expected = check(dout, *args)
     for a, b, c in zip(captured, aside, expected, strict=True):
         assert torch.equal(a, c)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from streams import captured_and_aside
 from torch import Tensor
 
 import dsa_ext
@@ -112,15 +113,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 def test_graph_capture_at_first_call_and_side_stream() -> None:
     x = make(64, 7168)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = dsa_ext.act_quant(x)
-    graph.replay()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        aside = dsa_ext.act_quant(x.clone())
-    torch.cuda.synchronize()
+    captured, aside = captured_and_aside(dsa_ext.act_quant, x)
     for a, b, c in zip(captured, aside, check(x), strict=True):
         assert torch.equal(a.float(), c.float())
         assert torch.equal(b.float(), c.float())

@@ -5,6 +5,7 @@ from functools import partial
 import fp8_inputs
 import pytest
 import torch
+from streams import captured_and_aside
 from torch import Tensor
 
 import dsa_ext
@@ -123,15 +124,7 @@ def test_nan_stays_in_its_row() -> None:
 
 def test_graph_capture_at_first_call_and_side_stream() -> None:
     args = make(33, 2112, 1536)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = dsa_ext.fp8_gemm(*args)
-    graph.replay()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        aside = dsa_ext.fp8_gemm(*args)
-    torch.cuda.synchronize()
+    captured, aside = captured_and_aside(lambda: dsa_ext.fp8_gemm(*args))
     expected = check(args)
     assert torch.equal(captured, expected)
     assert torch.equal(aside, expected)

@@ -101,6 +101,18 @@ def poisoned(inputs: IndexerInputs) -> IndexerInputs:
     return changed(inputs, partial(spoil, ~visible.any(0)), "k", "k_scale")
 
 
+def listed_keys(ids: Tensor, s_kv: int) -> Tensor:
+    """The keys that some query lists, bool [S_kv]."""
+    listed = torch.zeros(s_kv + 1, dtype=torch.bool, device=DEVICE)
+    listed[torch.where((ids >= 0) & (ids < s_kv), ids, s_kv).long().flatten()] = True
+    return listed[:-1]
+
+
+def strided_weights(weights: Tensor) -> Tensor:
+    """The same values with no dimension of stride 1."""
+    return torch.stack([weights, weights], -1).permute(1, 0, 2).contiguous().permute(1, 0, 2)[..., 0]
+
+
 def on_device(args: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in args.items()}
 

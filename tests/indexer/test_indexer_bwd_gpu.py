@@ -1,11 +1,11 @@
 """The kernels of the indexer's gradients against the reference in float64 on the same GPU, and their other promises."""
 
-import subprocess
-import sys
 from collections.abc import Iterable
 
 import pytest
 import torch
+from indexer_gpu_inputs import DEVICE, listed_keys, strided_weights
+from streams import check_script, written_late
 from torch import Tensor
 
 import dsa_ext
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.gpu
 
 LISTED = torch.ops.dsa.indexer_scores_bwd.default
 DENSE = torch.ops.dsa.indexer_logits_bwd.default
-DEVICE = "cuda"
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -55,13 +54,10 @@ def make_lists(seq: int, s_kv: int, slots: int, listed_again: bool = True) -> tu
 
 def poisoned(inputs: IndexerInputs, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and weights; keys that no query lists, and queries that list no key, are NaN."""
-    names = (ids >= 0) & (ids < len(inputs.k))
-    listed = torch.zeros(len(inputs.k) + 1, dtype=torch.bool, device=DEVICE)
-    listed[torch.where(names, ids, len(inputs.k)).long().flatten()] = True
-    idle = ~names.any(1)
+    idle = ~((ids >= 0) & (ids < len(inputs.k))).any(1)
     return (
         inputs.q.masked_fill(idle[:, None, None], torch.nan),
-        inputs.k.masked_fill(~listed[:-1, None], torch.nan),
+        inputs.k.masked_fill(~listed_keys(ids, len(inputs.k))[:, None], torch.nan),
         inputs.weights.masked_fill(idle[:, None], torch.nan),
     )
 
@@ -70,9 +66,7 @@ def check_listed(got: Gradients, dscores: Tensor, leaves: Iterable[Tensor], ids:
     args = dict(zip(("dscores", "q", "k", "weights", "indices"), (dscores, *leaves, ids), strict=True))
     tolerances.check("indexer_scores_bwd", got, args)
     named = (ids >= 0) & (ids < len(args["k"]))
-    listed = torch.zeros(len(args["k"]) + 1, dtype=torch.bool, device=DEVICE)
-    listed[torch.where(named, ids, len(args["k"])).long().flatten()] = True
-    check_untouched(got, named.any(1), listed[:-1])
+    check_untouched(got, named.any(1), listed_keys(ids, len(args["k"])))
 
 
 def check_dense(got: Gradients, dlogits: Tensor, leaves: Iterable[Tensor], ks: Tensor, ke: Tensor) -> None:
@@ -150,8 +144,7 @@ def test_views() -> None:
     """Expanded, strided and misaligned gradients too; deterministic, because otherwise dk is summed in any order."""
     inputs = make_gpu(60, 500, 32)
     ids, dscores = make_lists(60, 500, 200)
-    weights = torch.stack([inputs.weights, inputs.weights], -1).permute(1, 0, 2).contiguous().permute(1, 0, 2)[..., 0]
-    views = strided_copy(inputs.q), strided_rows(inputs.k), weights
+    views = strided_copy(inputs.q), strided_rows(inputs.k), strided_weights(inputs.weights)
     expected = LISTED(dscores, inputs.q, inputs.k, inputs.weights, ids, True)
     for upstream in (dscores, strided_rows(dscores), dscores.t().contiguous().t()):
         got = LISTED(upstream, *views, strided_rows(ids, -1), True)
@@ -231,14 +224,7 @@ def test_side_stream() -> None:
     inputs = make_gpu(64, 1000)
     ids, dscores = make_lists(64, 1000, 200)
     expected = LISTED(dscores, inputs.q, inputs.k, inputs.weights, ids, True)
-    late = torch.zeros_like(inputs.q)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(inputs.q)
-        got = LISTED(dscores, late, inputs.k, inputs.weights, ids, True)
-    stream.synchronize()
+    got = written_late(inputs.q, lambda late: LISTED(dscores, late, inputs.k, inputs.weights, ids, True))
     assert all(map(torch.equal, got, expected))
 
 
@@ -263,8 +249,7 @@ print("captured")
 
 
 def test_cuda_graph_at_the_first_call() -> None:
-    done = subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], capture_output=True, text=True)
-    assert done.stdout.strip() == "captured", done.stderr
+    check_script(GRAPH_SCRIPT)
 
 
 def test_opcheck() -> None:

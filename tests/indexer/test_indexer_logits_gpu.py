@@ -4,8 +4,6 @@ and graphs of indexer_topk are here too."""
 import itertools
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -38,6 +36,7 @@ from indexer_gpu_inputs import (
     visible_keys,
     with_bounds,
 )
+from streams import check_script, written_late
 from torch import Tensor
 
 import dsa_ext
@@ -181,14 +180,12 @@ def test_side_stream() -> None:
     """Keys that are written late on a side stream: a kernel on any other stream would read zeros."""
     inputs = make_gpu(64, 9000)
     expected, best = logits_of(inputs), selected(inputs, 2048)
-    late = replace(inputs, k=torch.zeros_like(inputs.k))
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.k.copy_(inputs.k)
-        logits, results = logits_of(late), selected(late, 2048)
-    stream.synchronize()
+
+    def call(k: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        late = replace(inputs, k=k)
+        return logits_of(late), selected(late, 2048)
+
+    logits, results = written_late(inputs.k, call)
     assert same_bits(logits, expected)
     check_selected(results, best)
 
@@ -223,8 +220,7 @@ print("captured")
 
 
 def test_cuda_graph_at_the_first_call() -> None:
-    done = subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], capture_output=True, text=True)
-    assert done.stdout.strip() == "captured", done.stderr
+    check_script(GRAPH_SCRIPT)
 
 
 @both_dtypes

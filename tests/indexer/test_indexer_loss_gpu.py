@@ -1,11 +1,10 @@
 """The kernel of indexer_loss against the reference in float64 on the same GPU, and its other promises."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
+from streams import check_script, written_late
 from torch import Tensor
 
 import dsa_ext
@@ -98,14 +97,7 @@ def test_gradient_of_the_mean() -> None:
 def test_side_stream() -> None:
     scores, p, _, _ = make_gpu(100, 1000)
     expected, _ = OP(scores, p)
-    late = torch.zeros_like(scores)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(scores)
-        loss, _ = OP(late, p)
-    stream.synchronize()
+    loss, _ = written_late(scores, lambda late: OP(late, p))
     assert torch.equal(loss, expected)
 
 
@@ -125,8 +117,7 @@ print("captured")
 
 
 def test_cuda_graph_at_the_first_call() -> None:
-    done = subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], capture_output=True, text=True)
-    assert done.stdout.strip() == "captured", done.stderr
+    check_script(GRAPH_SCRIPT)
 
 
 def test_opcheck() -> None:

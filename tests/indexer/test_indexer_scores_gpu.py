@@ -1,11 +1,11 @@
 """The kernel of indexer_scores against the reference in float64 on the same GPU, and its other promises."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from indexer_gpu_inputs import DEVICE, listed_keys, strided_weights
+from streams import check_script, written_late
 from torch import Tensor
 
 import dsa_ext
@@ -25,7 +25,6 @@ from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 pytestmark = pytest.mark.gpu
 
 OP = torch.ops.dsa.indexer_scores.default
-DEVICE = "cuda"
 
 
 def make_gpu(seq: int, s_kv: int, heads: int = 64, dim: int = 128) -> IndexerInputs:
@@ -48,9 +47,7 @@ def make_indices(seq: int, s_kv: int, slots: int, spoiled: bool = True) -> Tenso
 
 def poisoned(k: Tensor, indices: Tensor) -> Tensor:
     """A copy in which every key that no query lists is NaN."""
-    listed = torch.zeros(len(k) + 1, dtype=torch.bool, device=DEVICE)
-    listed[torch.where((indices >= 0) & (indices < len(k)), indices, len(k)).long().flatten()] = True
-    return k.masked_fill(~listed[:-1, None], torch.nan)
+    return k.masked_fill(~listed_keys(indices, len(k))[:, None], torch.nan)
 
 
 def check(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
@@ -92,8 +89,7 @@ def test_views() -> None:
     inputs = make_gpu(60, 500, 32)
     indices = make_indices(60, 500, 200)
     expected = check(inputs.q, inputs.k, inputs.weights, indices)
-    weights = torch.stack([inputs.weights, inputs.weights], -1).permute(1, 0, 2).contiguous().permute(1, 0, 2)[..., 0]
-    views = strided_copy(inputs.q), strided_rows(inputs.k), weights, strided_rows(indices, -1)
+    views = strided_copy(inputs.q), strided_rows(inputs.k), strided_weights(inputs.weights), strided_rows(indices, -1)
     assert torch.equal(OP(*views), expected)
     assert torch.equal(OP(inputs.q[::7], inputs.k, inputs.weights[::7], indices[::7]), expected[::7])
 
@@ -130,14 +126,7 @@ def test_side_stream() -> None:
     inputs = make_gpu(64, 1000)
     indices = make_indices(64, 1000, 200)
     expected = OP(inputs.q, inputs.k, inputs.weights, indices)
-    late = torch.zeros_like(inputs.q)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(inputs.q)
-        scores = OP(late, inputs.k, inputs.weights, indices)
-    stream.synchronize()
+    scores = written_late(inputs.q, lambda late: OP(late, inputs.k, inputs.weights, indices))
     assert torch.equal(scores, expected)
 
 
@@ -159,8 +148,7 @@ print("captured")
 
 
 def test_cuda_graph_at_the_first_call() -> None:
-    done = subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], capture_output=True, text=True)
-    assert done.stdout.strip() == "captured", done.stderr
+    check_script(GRAPH_SCRIPT)
 
 
 def test_opcheck() -> None:

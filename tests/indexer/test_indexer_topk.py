@@ -38,6 +38,15 @@ def test_indexer_topk_is_the_composition(dtype: torch.dtype, topk: int, monkeypa
         assert values.dtype == logits.dtype
 
 
+def test_ids_fit_sparse_mla() -> None:
+    q, k, weights = torch.randn(6, 8, 64), torch.randn(30, 64), torch.randn(6, 8)
+    starts, ends = torch.zeros(6, dtype=torch.int32), torch.arange(25, 31, dtype=torch.int32)
+    ids, _ = dsa_ext.indexer_topk(q, k, weights, starts, ends, 10)
+    out = dsa_ext.sparse_mla(torch.randn(6, 16, 576), torch.randn(30, 576), ids, q_start=24)
+    assert out.shape == (6, 16, 512)
+    assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("call", [cpu, fake])
 @errors_of("indexer_topk")
 def test_errors(call: Callable[..., Any], op: str, changes: dict[str, Any], text: str) -> None:

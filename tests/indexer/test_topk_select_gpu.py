@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import subprocess
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexer_cases import arguments, errors_of
 from indexer_gpu_inputs import check_a_mix_of_devices, check_rows_that_no_kernel_takes, message, on_device
+from streams import check_script, written_late
 from torch import Tensor
 
 from dsa_ext import reference
@@ -220,15 +219,7 @@ def test_side_stream() -> None:
     logits = torch.randn(64, 50000, device=DEVICE)
     bounds = windows(logits)
     expected = OP(logits, *bounds, 2048)
-    late = torch.zeros_like(logits)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(logits)
-        results = OP(late, *bounds, 2048)
-    stream.synchronize()
-    check_selected(results, expected)
+    check_selected(written_late(logits, lambda late: OP(late, *bounds, 2048)), expected)
 
 
 GRAPH_SCRIPT = """
@@ -255,8 +246,7 @@ print("captured")
 
 
 def test_cuda_graph_at_the_first_call() -> None:
-    done = subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], capture_output=True, text=True)
-    assert done.stdout.strip() == "captured", done.stderr
+    check_script(GRAPH_SCRIPT)
 
 
 @both_dtypes

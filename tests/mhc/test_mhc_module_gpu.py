@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mhc_gpu_inputs import make_post, make_pre
+from streams import captured_and_aside
 from torch import Tensor
 
 import dsa_ext
@@ -62,15 +63,7 @@ def test_graph_capture_at_first_call_and_side_stream() -> None:
         h_in, h_post, h_res, *saved = torch.ops.dsa.mhc_pre_fwd(**(args | {"x": x}))
         return h_in, *saved, torch.ops.dsa.mhc_post_fwd(x, h_in, h_post, h_res)
 
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = call(args["x"])
-    graph.replay()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        aside = call(args["x"].clone())
-    torch.cuda.synchronize()
+    captured, aside = captured_and_aside(call, args["x"])
     for a, b, c in zip(captured, aside, call(args["x"]), strict=True):
         assert torch.equal(a, c)
         assert torch.equal(b, c)

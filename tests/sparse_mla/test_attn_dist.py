@@ -84,6 +84,25 @@ def test_dense_attention(heads: int, groups: int) -> None:
     torch.testing.assert_close(blocks.sum(0), expected)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_no_batch_is_a_batch_of_one(groups: int, squeezed: bool) -> None:
+    inputs = make_inputs(seq=5, s_kv=40, heads=4, groups=groups, topk=12, dtype=torch.float64)
+    q, kv, indices = inputs.q.requires_grad_(), inputs.kv.requires_grad_(), inputs.indices
+    length = torch.tensor([[0, 3, 12, 7, 12]], dtype=torch.int32)
+    options: dict[str, Any] = {"q_start": 20, "sm_scale": 0.1}
+    _, lse = dsa_ext.sparse_mla(q, kv, indices, **options, topk_length=length, return_lse=True)
+    rows = [q[0], kv[0], indices[0]]
+    if squeezed and groups == 1:
+        rows[1:] = [rows[1][:, 0], rows[2][:, 0]]
+    dist = dsa_ext.attn_dist(*rows, lse[0], **options, topk_length=length[0])
+    assert dist.shape == rows[2].shape
+    batched = dsa_ext.attn_dist(q, kv, indices, lse, **options, topk_length=length)
+    assert torch.equal(dist.view_as(batched[0]), batched[0])
+    blocks = dsa_ext.attn_dist(*rows, lse[0], **options, topk_length=length[0], per_head_block=True)
+    assert blocks.shape == (1, *rows[2].shape)
+
+
 def test_another_denominator() -> None:
     """With a sink or more keys in lse the sums stay below 1; heads whose lse is -inf add nothing."""
     inputs = make_inputs(1, 3, 9, 4, 1, 5, 576, dtype=torch.float64)

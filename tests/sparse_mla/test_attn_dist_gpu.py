@@ -1,28 +1,21 @@
 """The kernel of attn_dist against the reference in float64 on the same GPU, and its other promises."""
 
 import math
-import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from sparse_mla_gpu_inputs import DEVICE, Case, make_case, make_gpu, make_grid, run_cases
+from streams import check_script, written_late
 from torch import Tensor
 
 import dsa_ext
-from dsa_ext import reference
-from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, Inputs, make_inputs, poison_unselected, spoil_indices
+from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN
 from dsa_ext.testing.tolerances import check_dist
 
 pytestmark = pytest.mark.gpu
 
 OP = torch.ops.dsa.attn_dist.default
-DEVICE = "cuda"
-
-
-def make_gpu(**sizes: Any) -> Inputs:
-    return make_inputs(device=DEVICE, **sizes)
 
 
 def lse_of(q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> Tensor:
@@ -56,42 +49,16 @@ AXES: dict[str, list[Any]] = {
 }
 
 
-def grid() -> list[dict[str, Any]]:
-    """A base case, the base case with each value of each axis, and a seeded sample of the whole product."""
-    base = {name: values[0] for name, values in AXES.items()}
-    base |= {"groups_and_heads": (1, 128), "topk": 128, "seq": 33, "s_kv": 1000}
-    cases = [base | {name: value} for name, values in AXES.items() for value in values]
-    generator = random.Random(0)
-    cases += [{name: generator.choice(values) for name, values in AXES.items()} for _ in range(120)]
-    return list({repr(case): case for case in cases}.values())
-
-
-def run_case(case: dict[str, Any]) -> None:
-    groups, heads = case["groups_and_heads"]
-    batch, seq, s_kv, topk = case["batch"], case["seq"], case["s_kv"], case["topk"]
-    inputs = make_gpu(batch=batch, seq=seq, s_kv=s_kv, heads=heads, groups=groups, topk=topk, d_qk=case["d_qk"])
-    causal, q_start, positions_per_key = case["position"]
-    options: dict[str, Any] = {"causal": causal, "q_start": q_start, "positions_per_key": positions_per_key}
-    options["sm_scale"] = case["sm_scale"]
-    if case["lengths"]:
-        spread = torch.tensor([topk, 0, -3, topk + 7, 1, topk // 2, INT32_MAX, INT32_MIN], device=DEVICE)
-        options["topk_length"] = spread.repeat(seq * batch // 8 + 1)[: batch * seq].view(batch, seq).int()
-    indices = spoil_indices(inputs.indices, s_kv) if case["spoiled"] else inputs.indices
-    visible = reference.sparse_mla.visible_slots(
-        indices, s_kv, causal, q_start, positions_per_key, options.get("topk_length")
-    )
-    kv = poison_unselected(inputs.kv, indices, visible)
-    check(inputs.q, kv, indices, lse_of(inputs.q, kv, indices, **options), **options, **case["kind"])
+def run_case(case: Case) -> None:
+    inputs, options = make_case(case)
+    lse = lse_of(inputs.q, inputs.kv, inputs.indices, **options)
+    check(inputs.q, inputs.kv, inputs.indices, lse, **options, **case["kind"])
 
 
 @pytest.mark.parametrize("part", range(6))
 def test_grid(part: int) -> None:
     """In every case, unselected rows contain NaN and Inf."""
-    for case in grid()[part::6]:
-        try:
-            run_case(case)
-        except Exception as error:
-            raise AssertionError(f"{case}: {error}") from error
+    run_cases(make_grid(AXES, samples=120)[part::6], run_case)
 
 
 @pytest.mark.parametrize("value", [INT32_MIN, -1, 64, INT32_MAX])
@@ -175,14 +142,7 @@ def test_side_stream() -> None:
     inputs = make_gpu(seq=64, s_kv=1000, heads=128, topk=128)
     lse = lse_of(inputs.q, inputs.kv, inputs.indices)
     expected = OP(inputs.q, inputs.kv, inputs.indices, lse)
-    late = torch.zeros_like(inputs.q)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(inputs.q)
-        dist = OP(late, inputs.kv, inputs.indices, lse)
-    stream.synchronize()
+    dist = written_late(inputs.q, lambda late: OP(late, inputs.kv, inputs.indices, lse))
     assert torch.equal(dist, expected)
 
 
@@ -206,8 +166,7 @@ print("captured")
 
 
 def test_cuda_graph_at_the_first_call() -> None:
-    done = subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], capture_output=True, text=True)
-    assert done.stdout.strip() == "captured", done.stderr
+    check_script(GRAPH_SCRIPT)
 
 
 def test_opcheck() -> None:

@@ -179,6 +179,27 @@ def gradients(function: Callable[..., Tensor], seq: int) -> list[Tensor]:
     return [result, *torch.autograd.grad(result, leaves)]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_no_batch_is_a_batch_of_one(groups: int, squeezed: bool) -> None:
+    """Results and gradients."""
+    inputs = make_inputs(seq=5, s_kv=40, heads=4, groups=groups, topk=12, dtype=torch.float64)
+    q, kv, indices = inputs.q.requires_grad_(), inputs.kv.requires_grad_(), inputs.indices
+    length = torch.tensor([[0, 3, 12, 7, 12]], dtype=torch.int32)
+    sink = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    options: dict[str, Any] = {"q_start": 20, "sm_scale": 0.1, "attn_sink": sink}
+    expected = dsa_ext.sparse_mla(q, kv, indices, **options, topk_length=length, return_lse=True)
+    rows = [q[0], kv[0], indices[0]]
+    if squeezed and groups == 1:
+        rows[1:] = [rows[1][:, 0], rows[2][:, 0]]
+    options["topk_length"] = length[0]
+    out, lse = dsa_ext.sparse_mla(*rows, **options, return_lse=True)
+    torch.testing.assert_close((out, lse), (expected[0][0], expected[1][0]), rtol=0, atol=0)
+    assert torch.equal(dsa_ext.sparse_mla(*rows, **options), out)
+    grads = [torch.autograd.grad(o.sin().sum(), (q, kv), retain_graph=True) for o in (out, expected[0])]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(dynamic: bool) -> None:
     torch._dynamo.reset()

@@ -3,13 +3,12 @@
 import itertools
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from streams import check_script, written_late
 from torch import Tensor
 
 import dsa_ext
@@ -357,8 +356,7 @@ print("captured")
 
 
 def test_cuda_graph_at_the_first_call() -> None:
-    done = subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], capture_output=True, text=True)
-    assert done.stdout.strip() == "captured", done.stderr
+    check_script(GRAPH_SCRIPT)
 
 
 def test_side_stream() -> None:
@@ -367,15 +365,13 @@ def test_side_stream() -> None:
     out, lse = FWD(inputs.q, inputs.kv, inputs.indices)
     dout = normal(out)
     expected = OP(dout, inputs.q, inputs.kv, out, lse, inputs.indices, deterministic=True)
-    late = torch.zeros_like(dout)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(dout)
+
+    def call(late: Tensor) -> tuple[Tensor, ...]:
         for _ in range(5):
-            got = OP(late, inputs.q, inputs.kv, out, lse, inputs.indices, deterministic=True)
-    stream.synchronize()
+            got: tuple[Tensor, ...] = OP(late, inputs.q, inputs.kv, out, lse, inputs.indices, deterministic=True)
+        return got
+
+    got = written_late(dout, call)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 

@@ -197,15 +197,15 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"attn_sink": torch.zeros(1)}, "attn_sink must be float32 [H=8], got float32 [1]"),
     (
         {"kv": torch.zeros(B, S_KV, 3, D).bfloat16(), "indices": torch.zeros(B, S, 3, K).int()},
-        "q's heads must be a multiple of kv's groups, at most 128 a group, got 8 heads and 3 groups",
+        "q's heads must be a multiple of kv's groups, at most 128 per group, got 8 heads and 3 groups",
     ),
     (
         {"q": torch.zeros(B, S, 129, D).bfloat16(), "attn_sink": torch.zeros(129)},
-        "q's heads must be a multiple of kv's groups, at most 128 a group, got 129 heads and 1 groups",
+        "q's heads must be a multiple of kv's groups, at most 128 per group, got 129 heads and 1 groups",
     ),
     (
         {"kv": torch.zeros(B, S_KV, 0, D).bfloat16(), "indices": torch.zeros(B, S, 0, K).int()},
-        "q's heads must be a multiple of kv's groups, at most 128 a group, got 8 heads and 0 groups",
+        "q's heads must be a multiple of kv's groups, at most 128 per group, got 8 heads and 0 groups",
     ),
     (
         {"q": torch.zeros(B, S, H, 192).bfloat16(), "kv": torch.zeros(B, S_KV, G, 192).bfloat16()},
@@ -274,6 +274,14 @@ def test_native_checks_pass_views_that_kernels_take() -> None:
         "attn_sink": torch.zeros(2 * H)[::2],
     }
     assert_error(native, "sparse_mla_fwd", arguments(**changes), "q must be on a CUDA device, got cpu")
+
+
+@pytest.mark.parametrize("name", ["kv", "indices"])
+def test_errors_without_a_batch(name: str) -> None:
+    args = arguments()
+    rows = {"kv": args["kv"][0], "indices": args["indices"][0], name: args[name]}
+    with pytest.raises(RuntimeError, match=rf"^dsa::sparse_mla_fwd: {name} must be \[.*\] when q is \[S, H, D\], got "):
+        dsa_ext.sparse_mla(args["q"][0], **rows)
 
 
 def test_a_mix_of_devices() -> None:
@@ -357,6 +365,13 @@ def test_export() -> None:
     other = make_inputs(seq=9)
     result = program.module()(other.q, other.kv, other.indices)
     assert torch.equal(result, dsa_ext.sparse_mla(other.q, other.kv, other.indices, q_start=3))
+
+
+def test_compile_without_a_batch() -> None:
+    inputs = make_inputs(seq=5, s_kv=40, heads=4, topk=12, dtype=torch.float64)
+    rows = inputs.q[0], inputs.kv[0, :, 0], inputs.indices[0, :, 0]
+    compiled = torch.compile(dsa_ext.sparse_mla, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*rows), dsa_ext.sparse_mla(*rows))
 
 
 def test_flop_formula() -> None:

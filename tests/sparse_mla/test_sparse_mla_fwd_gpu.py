@@ -2,27 +2,22 @@
 
 import itertools
 import math
-import random
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from sparse_mla_gpu_inputs import DEVICE, Case, make_case, make_gpu, make_grid, run_cases
+from streams import check_script, written_late
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dsa_ext
-from dsa_ext import reference
 from dsa_ext.testing.inputs import (
     INT32_MAX,
     INT32_MIN,
-    Inputs,
     make_inputs,
-    poison_unselected,
-    spoil_indices,
     strided_copy,
 )
 from dsa_ext.testing.timing import host_us
@@ -31,13 +26,8 @@ from dsa_ext.testing.tolerances import SIMILARITY, forward_errors, similarity_er
 pytestmark = pytest.mark.gpu
 
 OP = torch.ops.dsa.sparse_mla_fwd.default
-DEVICE = "cuda"
 #: Microseconds of the host for one eager call.
 HOST_LIMIT = 10
-
-
-def make_gpu(**sizes: Any) -> Inputs:
-    return make_inputs(device=DEVICE, **sizes)
 
 
 def check(q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -67,47 +57,19 @@ AXES: dict[str, list[Any]] = {
 }
 
 
-def grid() -> list[dict[str, Any]]:
-    """A base case, the base case with each value of each axis, and a seeded sample of the whole product."""
-    base = {name: values[0] for name, values in AXES.items()}
-    base |= {"groups_and_heads": (1, 128), "topk": 128, "seq": 33, "s_kv": 1000}
-    cases = [base | {name: value} for name, values in AXES.items() for value in values]
-    generator = random.Random(0)
-    cases += [{name: generator.choice(values) for name, values in AXES.items()} for _ in range(150)]
-    unique = {repr(case): case for case in cases}
-    return list(unique.values())
-
-
-def run_case(case: dict[str, Any]) -> None:
-    groups, heads = case["groups_and_heads"]
-    batch, seq, s_kv, topk = case["batch"], case["seq"], case["s_kv"], case["topk"]
-    inputs = make_gpu(
-        batch=batch, seq=seq, s_kv=s_kv, heads=heads, groups=groups, topk=topk, d_qk=case["d_qk"], seed=topk
-    )
-    causal, q_start, positions_per_key = case["position"]
-    options: dict[str, Any] = {"causal": causal, "q_start": q_start, "positions_per_key": positions_per_key}
-    options["sm_scale"] = case["sm_scale"]
-    if case["lengths"]:
-        spread = torch.tensor([topk, 0, -3, topk + 7, 1, topk // 2, INT32_MAX, INT32_MIN], device=DEVICE)
-        options["topk_length"] = spread.repeat(seq * batch // 8 + 1)[: batch * seq].view(batch, seq).int()
+def run_case(case: Case) -> None:
+    inputs, options = make_case(case, seed=case["topk"])
     if case["sink"]:
+        heads = inputs.q.shape[2]
         sinks = torch.tensor([1.0, -math.inf, 7.5, math.inf, -2.0], device=DEVICE)
         options["attn_sink"] = sinks.repeat(heads // 5 + 1)[:heads]
-    indices = spoil_indices(inputs.indices, s_kv) if case["spoiled"] else inputs.indices
-    visible = reference.sparse_mla.visible_slots(
-        indices, s_kv, causal, q_start, positions_per_key, options.get("topk_length")
-    )
-    check(inputs.q, poison_unselected(inputs.kv, indices, visible), indices, **options)
+    check(inputs.q, inputs.kv, inputs.indices, **options)
 
 
 @pytest.mark.parametrize("part", range(8))
 def test_grid(part: int) -> None:
     """In every case, unselected rows contain NaN and Inf."""
-    for case in grid()[part::8]:
-        try:
-            run_case(case)
-        except Exception as error:
-            raise AssertionError(f"{case}: {error}") from error
+    run_cases(make_grid(AXES, samples=150)[part::8], run_case)
 
 
 @pytest.mark.parametrize(("heads", "seq"), [(128, 1), (64, 1), (16, 1), (128, 3), (64, 40), (8, 64)])
@@ -224,14 +186,7 @@ def test_side_stream() -> None:
     """Inputs that are written late on a side stream: a kernel on any other stream would read zeros."""
     inputs = make_gpu(seq=64, s_kv=1000, heads=128, topk=128)
     expected, _ = OP(inputs.q, inputs.kv, inputs.indices)
-    late = torch.zeros_like(inputs.q)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(inputs.q)
-        out, _ = OP(late, inputs.kv, inputs.indices)
-    stream.synchronize()
+    out, _ = written_late(inputs.q, lambda late: OP(late, inputs.kv, inputs.indices))
     assert torch.equal(out, expected)
 
 
@@ -255,8 +210,7 @@ print("captured")
 
 
 def test_cuda_graph_at_the_first_call() -> None:
-    done = subprocess.run([sys.executable, "-c", GRAPH_SCRIPT], capture_output=True, text=True)
-    assert done.stdout.strip() == "captured", done.stderr
+    check_script(GRAPH_SCRIPT)
 
 
 def loss(q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def test_later_tokens_have_no_effect() -> None:
 
 
 def test_names_of_parameters() -> None:
-    of_layer = {
+    expected_shapes = {
         "q_a_proj.weight": (32, HIDDEN),
         "q_a_layernorm.weight": (32,),
         "q_b_proj.weight": (HEADS * (16 + 64), 32),
@@ -141,7 +141,7 @@ def test_names_of_parameters() -> None:
         "indexer.weights_proj.weight": (8, HIDDEN),
     }
     layer = make_layer(indexer={"hadamard": True})
-    assert {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()} == of_layer
+    assert {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()} == expected_shapes
 
 
 def test_hadamard_leaves_scores_as_they_are() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from streams import written_late
 from torch import Tensor
 
 from dsa_ext.nn import LightningIndexer, SparseMLA
@@ -168,13 +169,6 @@ def test_side_stream() -> None:
     """Inputs that are written late on a side stream: a kernel on any other stream would read zeros."""
     layer, x = make_layer(topk=64), make_input()
     expected = step(layer, x)
-    late = torch.zeros_like(x)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(x)
-        got = step(layer, late)
-    stream.synchronize()
+    got = written_late(x, lambda late: step(layer, late))
     assert torch.equal(got["out"], expected["out"])
     check(got, expected)

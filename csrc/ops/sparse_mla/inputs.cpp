@@ -30,7 +30,7 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
     DSA_CHECK(is_width, op, ": Dqk must be 576 or 512, got ", d_qk);
   }
   DSA_CHECK(groups >= 1 && heads % groups == 0 && heads / groups <= kMaxHeadsPerGroup, op,
-            ": q's heads must be a multiple of kv's groups, at most 128 a group, got ", heads, " heads and ", groups,
+            ": q's heads must be a multiple of kv's groups, at most 128 per group, got ", heads, " heads and ", groups,
             " groups");
   DSA_CHECK(indices.size(3) >= 1, op, ": indices must have at least one slot per row, got ", describe(indices));
   check_scale(op, options.sm_scale);

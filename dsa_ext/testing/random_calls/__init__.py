@@ -21,7 +21,7 @@ def _target(name: str) -> str:
     return name.replace("_", ".", 1)
 
 
-def _of_operator(op: str, make_args: Callable[[Draw], Args]) -> Callable[[Draw], Call]:
+def _call_maker(op: str, make_args: Callable[[Draw], Args]) -> Callable[[Draw], Call]:
     return lambda draw: operator_call(op, make_args(draw), draw)
 
 
@@ -29,7 +29,7 @@ def _of_operator(op: str, make_args: Callable[[Draw], Args]) -> Callable[[Draw],
 TARGETS: dict[str, Callable[[Draw], Call]] = {}
 _FAMILIES = [functions_of(vars(family)) for family in (sparse_mla, indexer, block_sparse, fp8, mhc)]
 for _functions in _FAMILIES:
-    TARGETS |= {op: _of_operator(op, make_args) for op, make_args in _functions.items() if op in OPERATORS}
+    TARGETS |= {op: _call_maker(op, make_args) for op, make_args in _functions.items() if op in OPERATORS}
 TARGETS |= indexer.CALLS
 for _functions in _FAMILIES:
     TARGETS |= {_target(name): make for name, make in _functions.items() if name.startswith("functional_")}

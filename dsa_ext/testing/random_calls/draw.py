@@ -233,8 +233,8 @@ class Draw:
                 begin, end = torch.cat([cuts.new_zeros(1), cuts]), torch.cat([cuts, cuts.new_full((1,), keys)])
             starts, ends = begin[sequence], end[sequence]
             if self.chance(0.6):  # causal within each sequence
-                of_sequence = row - torch.searchsorted(sequence, sequence)
-                ends = torch.minimum(ends, starts + of_sequence + 1)
+                position = row - torch.searchsorted(sequence, sequence)
+                ends = torch.minimum(ends, starts + position + 1)
         elif kind == "all":
             starts, ends = torch.zeros_like(row), torch.full_like(row, self.choice((keys, INT32_MAX)))
         elif kind == "random":

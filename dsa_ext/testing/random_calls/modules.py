@@ -58,11 +58,11 @@ def _call(target: str, draw: Draw, layer: nn.Module, args: Args, step: Step, sel
             plain = step(reference, host, selection)
         wide = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in host.items()}
         exact = step(reference.double() if not isinstance(layer, FP8Linear) else reference, wide, selection)
-        of_gradients = {"x", *(name for name, _ in reference.named_parameters())}
-        largest = max((float(t.norm()) for name, t in exact.items() if name in of_gradients), default=0.0)
+        gradient_names = {"x", *(name for name, _ in reference.named_parameters())}
+        largest = max((float(t.norm()) for name, t in exact.items() if name in gradient_names), default=0.0)
         for name, tensor in got.items():
             ours, theirs, right = (t.detach().double() for t in (tensor.cpu(), plain[name], exact[name]))
-            _compare(name, ours, theirs, right, largest if name in of_gradients else 0.0)
+            _compare(name, ours, theirs, right, largest if name in gradient_names else 0.0)
 
     # The gradient of the keys, if summed in no fixed order, reaches all parameters.
     count = 99 if not deterministic else 0

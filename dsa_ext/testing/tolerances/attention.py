@@ -84,10 +84,10 @@ def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softma
     s = scores_of(q, keys, visible, scale)
     lse = s.scores.logsumexp(-1, keepdim=True)
     log_p = s.scores - lse.masked_fill(lse == -torch.inf, 0)
-    of_sum = torch.maximum(
+    sum_noise = torch.maximum(
         (log_p + s.noise).logsumexp(-1, keepdim=True), -(log_p - s.noise).logsumexp(-1, keepdim=True)
     )
-    alone = spread(log_p, s.noise + of_sum.clamp(min=0).masked_fill(lse == -torch.inf, 0))
+    alone = spread(log_p, s.noise + sum_noise.clamp(min=0).masked_fill(lse == -torch.inf, 0))
     # Probabilities sum to 1, so the largest is off by at most the sum of the others' errors: 0 if it is 1.
     noise = alone.clamp(max=1)
     if alone.shape[-1]:
@@ -196,9 +196,9 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
     parts, rounded = Parts.empty(out.shape, lse.shape, out), Rounded(q.device)
     for chunk in sparse_mla.query_chunks(q, kv, indices, visible_slots(args)):
         s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
-        of_chunk = Parts.of(s, chunk.keys[..., :d_v], chunk.visible)
+        chunk_parts = Parts.of(s, chunk.keys[..., :d_v], chunk.visible)
         _add_probabilities(rounded, s.p, chunk.keys[..., :d_v])
-        parts.put((slice(None), chunk.queries), of_chunk, lambda t: t.flatten(2, 3))
+        parts.put((slice(None), chunk.queries), chunk_parts, lambda t: t.flatten(2, 3))
     if sink is not None:
         share = sparse_mla.share_after_sink(lse, sink)
         apart = (lse - sink).nan_to_num(0, 0, 0)
@@ -273,14 +273,16 @@ def block_sparse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
     lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
     for chunk in block_sparse.block_chunks(q, args["k"], args["v"], *lists):
         s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
-        of_chunk = Parts.of(s, chunk.values, chunk.visible)
+        chunk_parts = Parts.of(s, chunk.values, chunk.visible)
+        # When the maximum moves, sums of up to _LAG_OF_BLOCKS are multiplied by a factor that fp32 may round to 0.
+        chunk_parts.noise += s.p.where(s.p < _LAG_OF_BLOCKS * TINY, 0) @ chunk.values.abs()
         # Partial sums are relative to the maximum of the first blocks, so they may be larger than the final ones.
         if slots := chunk.rows.shape[3]:
             largest = s.p.unflatten(-1, (slots, block)).amax(-1).clamp(min=_LAG_OF_BLOCKS**-1)
             unseen = ~chunk.visible.unflatten(-1, (slots, block)).any(-1)
-            of_chunk.total = of_chunk.total / largest.masked_fill(unseen, 1).amin(-1, keepdim=True)
+            chunk_parts.total = chunk_parts.total / largest.masked_fill(unseen, 1).amin(-1, keepdim=True)
         _add_probabilities(rounded, s.p, chunk.values)
-        parts.put((slice(None), slice(None), chunk.queries), of_chunk, lambda t: t)
+        parts.put((slice(None), slice(None), chunk.queries), chunk_parts, lambda t: t)
     parts = Parts(*(t.flatten(2, 3)[:, :, : q.shape[2]] for t in vars(parts).values()))
     return [_output(out, parts, rounded), _lse(lse, parts)]
 

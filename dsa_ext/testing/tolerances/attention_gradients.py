@@ -135,10 +135,10 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
         rows = chunk.rows.flatten()
 
         def onto_keys(
-            total: Tensor, of_scores: Tensor, of_p: Tensor, queries: Tensor, do: Tensor, power: int = 1
+            total: Tensor, score_terms: Tensor, p_terms: Tensor, queries: Tensor, do: Tensor, power: int = 1
         ) -> None:
-            part = of_scores.mT @ queries
-            part[..., :d_v] += of_p.mT @ do
+            part = score_terms.mT @ queries
+            part[..., :d_v] += p_terms.mT @ do
             part **= power
             total.index_add_(0, rows, part.flatten(0, 3))  # noqa: B023
 
@@ -205,11 +205,11 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
     row_lse = rows_of(lse).masked_fill(~takes_part, -torch.inf)
     upstream = block_sparse.cut(dout.where(seen[..., None], 0), count)
 
-    of_q, of_k = (*q.shape[:2], count, block, q.shape[3]), (*k.shape[:2], kv_blocks + 1, block, k.shape[3])
-    dq_noise, dq_squares, dq_made, dq_total = (q.new_zeros(of_q) for _ in range(4))
+    q_shape, k_shape = (*q.shape[:2], count, block, q.shape[3]), (*k.shape[:2], kv_blocks + 1, block, k.shape[3])
+    dq_noise, dq_squares, dq_made, dq_total = (q.new_zeros(q_shape) for _ in range(4))
     kinds = ("noise", "squares", "made", "total")
-    sums = {name: q.new_zeros(of_k) for name in ("free", *(f"{g} {kind}" for g in ("dk", "dv") for kind in kinds))}
-    free = torch.zeros(of_q[:-1], dtype=torch.bool, device=q.device)
+    sums = {name: q.new_zeros(k_shape) for name in ("free", *(f"{g} {kind}" for g in ("dk", "dv") for kind in kinds))}
+    free = torch.zeros(q_shape[:-1], dtype=torch.bool, device=q.device)
     rounded = {name: Rounded(q.device) for name in ("dq", "dk", "dv")}
     lists = (args[name] for name in ("q2k_index", "q2k_num", "kv_block_size"))
     for chunk in block_sparse.block_chunks(q, k, v, *lists):
@@ -241,8 +241,8 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
             sums[name].flatten(0, 2).index_add_(0, chunk.rows.flatten(), part.reshape(-1, block, q.shape[3]))
 
     def by_key(name: str) -> Tensor:
-        of_keys: Tensor = sums[name].flatten(2, 3)[:, :, : k.shape[2]]
-        return of_keys
+        key_sums: Tensor = sums[name].flatten(2, 3)[:, :, : k.shape[2]]
+        return key_sums
 
     def by_query(t: Tensor) -> Tensor:
         return t.flatten(2, 3)[:, :, : q.shape[2]]

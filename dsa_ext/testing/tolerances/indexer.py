@@ -154,26 +154,26 @@ class _GradientSums:
         self.free["dweights"][run] = (over | large).any(-1)
         # A number that is not finite only reaches the queries and keys that see it.
         q, keys = (t.masked_fill(~t.isfinite(), 0) for t in (q, keys))
-        g_squares, of_keys = seen.square(), keys.square().sum(-1)
-        of_keys = of_keys if rows is None else of_keys[:, None]
-        self.rounded["dq"].add(g, g_squares * of_keys * weights[:, :, None].square())
+        g_squares, key_squares = seen.square(), keys.square().sum(-1)
+        key_squares = key_squares if rows is None else key_squares[:, None]
+        self.rounded["dq"].add(g, g_squares * key_squares * weights[:, :, None].square())
         self.rounded["dk"].add(term, term.square() * q.square().sum(-1, keepdim=True))
         self.rounded["dweights"].add(g, g_squares * relu.square())
         # The upstream gradient is rounded; for dk its product with the weight is rounded once more.
         positive = (scores > 0) & ~hidden
-        of_dq = rounding_error(g) * weights[:, :, None] * positive
-        of_dk = of_dq + rounding_error((term + of_dq).where(positive, 0))
-        for kind, of_query, of_key, keys_, queries in (
+        dq_term_error = rounding_error(g) * weights[:, :, None] * positive
+        dk_term_error = dq_term_error + rounding_error((term + dq_term_error).where(positive, 0))
+        for kind, query_terms, key_terms, keys_, queries in (
             ("noise", noise, noise, keys.abs(), q.abs()),
             ("squares", term.square(), term.square(), keys.square(), q.square()),
-            ("made", of_dq, of_dk, keys, q),
+            ("made", dq_term_error, dk_term_error, keys, q),
             ("total", term.abs(), term.abs(), keys.abs(), q.abs()),
         ):
-            self.dq[kind][run] = of_query @ keys_
+            self.dq[kind][run] = query_terms @ keys_
             if rows is None:
-                self.dk[kind] += of_key.flatten(0, 1).mT @ queries.flatten(0, 1)
+                self.dk[kind] += key_terms.flatten(0, 1).mT @ queries.flatten(0, 1)
             else:
-                self.dk[kind].index_add_(0, rows.flatten(), (of_key.mT @ queries).flatten(0, 1))
+                self.dk[kind].index_add_(0, rows.flatten(), (key_terms.mT @ queries).flatten(0, 1))
         if self.rows_are_rounded:  # the kernels round rows of groups of a few queries; here of each query
             self._add_rows(term, q, rows)
         # Sums that are accumulated in memory may flush subnormal numbers to 0 at each term.

@@ -272,19 +272,19 @@ def gradient(
         row_squares: Sums of the squares of the rows, if terms are summed row by row and the rows are rounded once more.
     """
     rounding, made = BF16_ROUNDING * squares.sqrt(), made.nan_to_num(0, 0, 0)
-    of_rows = BF16_ROUNDING * torch.as_tensor(row_squares, device=value.device).nan_to_num(0, 0, 0).sqrt()
-    of_terms = (TERM_ROUNDINGS * rounding.square() / 6).maximum(made.square())
+    row_rounding = BF16_ROUNDING * torch.as_tensor(row_squares, device=value.device).nan_to_num(0, 0, 0).sqrt()
+    term_variance = (TERM_ROUNDINGS * rounding.square() / 6).maximum(made.square())
     largest = _row_largest(value.abs().nan_to_num(0, 0, 0))
     return Expected(
         name,
         value,
         bound=GRADIENT_ELEMENTWISE * largest
         + BF16_ROUNDING * value.abs()
-        + 3 * (rounding + of_rows)
+        + 3 * (rounding + row_rounding)
         + made.abs()
         + noise
         + TINY,
-        noise=(noise.square() + of_terms + of_rows.square() / 6).sqrt() + TINY,
+        noise=(noise.square() + term_variance + row_rounding.square() / 6).sqrt() + TINY,
         roundings=1,
         count=count,
         # If terms do not cancel, the upstream gradient may have the same error in all, and so may their common factor.

@@ -54,30 +54,30 @@ def single(name: str, value: Tensor, noise: Tensor, free: Tensor | None = None, 
 
 def _shares(args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """The shares of fine and of coarse, and the bound of the |error| of both."""
-    of_fine, of_coarse = gated_fusion.shares(args["fine"], args["gate"])
-    return of_fine, of_coarse, FP32_ELEMENTWISE * of_fine * of_coarse + TINY
+    fine_share, coarse_share = gated_fusion.shares(args["fine"], args["gate"])
+    return fine_share, coarse_share, FP32_ELEMENTWISE * fine_share * coarse_share + TINY
 
 
 def gated_fusion_fwd(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
     fine, coarse = args["fine"].abs(), args["coarse"].abs()
-    of_fine, of_coarse, off = _shares(args)
-    noise = 4 * FP32_RESOLUTION * (of_fine * fine + of_coarse * coarse) + off * (fine + coarse)
+    fine_share, coarse_share, off = _shares(args)
+    noise = 4 * FP32_RESOLUTION * (fine_share * fine + coarse_share * coarse) + off * (fine + coarse)
     return [rounded("out", reference.gated_fusion_fwd(**args), noise)]
 
 
 def gated_fusion_bwd(args: dict[str, Any]) -> list[Expected]:
-    of_gate = rounded if args["gate"].dtype == torch.bfloat16 else single
+    expected_dgate = rounded if args["gate"].dtype == torch.bfloat16 else single
     args = wide(args)
     dfine, dcoarse, dgate = reference.gated_fusion_bwd(**args)
-    of_fine, of_coarse, off = _shares(args)
+    fine_share, coarse_share, off = _shares(args)
     dout = args["dout"].abs()
     terms = (dout * (args["fine"].abs() + args["coarse"].abs())).sum(-1)
-    noise = (SUM_OF_PRODUCTS * (of_fine * of_coarse)[..., 0] + TINY) * terms
+    noise = (SUM_OF_PRODUCTS * (fine_share * coarse_share)[..., 0] + TINY) * terms
     return [
         rounded("dfine", dfine, off * dout),
         rounded("dcoarse", dcoarse, off * dout),
-        of_gate("dgate", dgate, noise, overflows(terms), dout.shape[-1]),
+        expected_dgate("dgate", dgate, noise, overflows(terms), dout.shape[-1]),
     ]
 
 
@@ -131,19 +131,19 @@ def mhc_pre_fwd(args: dict[str, Any]) -> list[Expected]:
     for a, part, noise, b in parts:
         sums.append(a * part + b)
         noises.append(a.abs() * noise + 4 * FP32_RESOLUTION * ((a * part).abs() + b.abs()))
-    of_pre, of_post = _gate(sums[0], noises[0], 1.0)[1], _gate(sums[1], noises[1], 2.0)[1]
+    pre_noise, post_noise = _gate(sums[0], noises[0], 1.0)[1], _gate(sums[1], noises[1], 2.0)[1]
     rows = x.abs()
     # An infinite sum may become NaN when its factors are split in two, and with it all that is computed from it.
     free_any = free_any | h_mix.isinf().any(-1, keepdim=True)
-    in_noise = ((of_pre + 8 * FP32_RESOLUTION * h_pre)[..., None] * rows).sum(2) + TINY * rows.sum(2)
+    in_noise = ((pre_noise + 8 * FP32_RESOLUTION * h_pre)[..., None] * rows).sum(2) + TINY * rows.sum(2)
     terms = flat.shape[-1]
     return [
         rounded("h_in", h_in, in_noise, free_any),
-        single("h_post", h_post, of_post, free_any, terms),
+        single("h_post", h_post, post_noise, free_any, terms),
         single("h_res", h_res, noises[2], free_any[..., None] | overflows(h_res), terms),
         single("inv_rms", inv_rms, inv_noise, free),
         single("h_mix", h_mix, mix_noise, free_mix, terms),
-        single("h_pre", h_pre, of_pre, free_any, terms),
+        single("h_pre", h_pre, pre_noise, free_any, terms),
     ]
 
 
@@ -169,8 +169,8 @@ def mhc_pre_bwd(args: dict[str, Any]) -> list[Expected]:
     each_alpha = mhc.join(
         *(a.abs().expand_as(part) for a, part in zip(alpha, mhc.split(magnitude, streams), strict=True))
     )
-    of_mix = inv_rms[..., None] * each_alpha
-    mix, mix_noise = magnitude * of_mix, noise * of_mix + SPLIT * magnitude * of_mix + TINY
+    mix_scale = inv_rms[..., None] * each_alpha
+    mix, mix_noise = magnitude * mix_scale, noise * mix_scale + SPLIT * magnitude * mix_scale + TINY
     inner = mix @ phi.abs()
     scaled_noise = mix_noise @ phi.abs() + SPLIT * inner
     along = (magnitude * each_alpha * h_mix.abs()).sum(-1)
@@ -186,7 +186,7 @@ def mhc_pre_bwd(args: dict[str, Any]) -> list[Expected]:
     over = overflows(products).any(-1) | overflows(dx_total, mix @ phi.abs()).any(-1) | overflows(along, inv_rms**3)
     some = over.any() if over.numel() else torch.zeros((), dtype=torch.bool, device=x.device)
 
-    def of_tokens(name: str, value: Tensor, off: Tensor, total: Tensor, terms: int = 1) -> Expected:
+    def token_sum(name: str, value: Tensor, off: Tensor, total: Tensor, terms: int = 1) -> Expected:
         return single(name, value, off + SUM_OF_PRODUCTS * total, some | overflows(total), tokens * terms)
 
     t = (h_mix * inv_rms[..., None]).abs()
@@ -195,14 +195,14 @@ def mhc_pre_bwd(args: dict[str, Any]) -> list[Expected]:
     )
     return [
         rounded("dx", dx, dx_noise, over[..., None, None] if over.numel() else None),
-        of_tokens("dphi", dphi, torch.einsum("bsm,bsc->mc", mix_noise, xs), torch.einsum("bsm,bsc->mc", mix, xs)),
-        of_tokens(
+        token_sum("dphi", dphi, torch.einsum("bsm,bsc->mc", mix_noise, xs), torch.einsum("bsm,bsc->mc", mix, xs)),
+        token_sum(
             "dalpha", dalpha, torch.stack([p.sum() for p in noise_sums]), torch.stack([p.sum() for p in total_sums])
         ),
-        of_tokens("dbias", dbias, noise.sum((0, 1)), magnitude.sum((0, 1))),
+        token_sum("dbias", dbias, noise.sum((0, 1)), magnitude.sum((0, 1))),
         Expected("dgamma", dgamma, dgamma, dgamma, None)
         if gamma is None
-        else of_tokens(
+        else token_sum(
             "dgamma", dgamma, (flat.abs() * scaled_noise).sum((0, 1)), (flat.abs() * inner).sum((0, 1)), len(phi)
         ),
     ]
@@ -237,19 +237,19 @@ def mhc_post_bwd(args: dict[str, Any]) -> list[Expected]:
     dx, dy, dh_post, dh_res = reference.mhc_post_bwd(**args)
     iterations = args["iterations"]
     mixing, off = _mixing(args["h_res"], iterations)
-    of_post = (dout * y[:, :, None]).sum(-1)
+    dh_post_total = (dout * y[:, :, None]).sum(-1)
     products = dout @ x.mT
     # Each step subtracts from every element a share of a sum that is as large as the elements.
     terms = (mixing * products).sum((-2, -1))[..., None, None].expand_as(products)
     unsure = (off / mixing.clamp(min=TINY)).clamp(max=1).amax((-2, -1))[..., None, None]
     noise = (SUM_OF_PRODUCTS * (1 + 2 * iterations) ** 0.5 + 4 * unsure) * terms + TINY * products
     free = overflows(args["h_res"].abs().amax((-2, -1)), products.sum((-2, -1)))[..., None, None]
-    of_y = (h_post[..., None] * dout).sum(2)
+    dy_total = (h_post[..., None] * dout).sum(2)
     return [
         rounded(
             "dx", dx, (off.clamp(max=1) + 4 * FP32_RESOLUTION * mixing).mT @ dout, free | overflows(mixing.mT @ dout)
         ),
-        rounded("dy", dy, 4 * FP32_RESOLUTION * of_y, overflows(of_y)),
-        single("dh_post", dh_post, SUM_OF_PRODUCTS * of_post, overflows(of_post), dout.shape[-1]),
+        rounded("dy", dy, 4 * FP32_RESOLUTION * dy_total, overflows(dy_total)),
+        single("dh_post", dh_post, SUM_OF_PRODUCTS * dh_post_total, overflows(dh_post_total), dout.shape[-1]),
         single("dh_res", dh_res, noise, free, 1),
     ]

@@ -4,7 +4,7 @@
 // No warp specialization: a thread has 16 blocks of a row, and a row as many warps as that takes. Each does, in step:
 //
 //   sort    the weights alone, without ids, in registers
-//   count   how many are kept; the last of these is the threshold (`bar`)
+//   count   how many are kept; the last of these is the threshold
 //   write   the ids above the threshold and, of those equal to it, the lowest
 //
 // Masses are integers, whose sums do not depend on the order of addition, and each operation on doubles is rounded
@@ -48,7 +48,7 @@ template <int kWarps>
 __device__ __forceinline__ int count_kept(const Params& p, const Row<kWarps>& row, const float (&sorted)[kItems]) {
   if (p.topk > 0) return min(p.topk, p.blocks);
   int exponent;  // of the largest weight
-  frexpf(row.of_thread(0, sorted[0], row.shared.largest), &exponent);
+  frexpf(row.broadcast(0, sorted[0], row.shared.largest), &exponent);
   const int shift = kMassBits - exponent;  // as two powers of two, because one may exceed fp32
   const float scale = power_of_two(shift / 2), other_scale = power_of_two(shift - shift / 2);
   unsigned masses[kItems];
@@ -106,17 +106,17 @@ __global__ void __launch_bounds__(Shape<kWarps>::kThreads) block_select_kernel(c
   row.sort(sorted);
   const int count = count_kept(p, row, sorted);
 
-  float bar = INFINITY;  // if none is kept
+  float threshold = INFINITY;  // if none is kept
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) bar = row.thread * kItems + i < count ? sorted[i] : bar;
-  bar = row.of_thread((count - 1) / kItems, bar, row.shared.bar);
+  for (int i = 0; i < kItems; ++i) threshold = row.thread * kItems + i < count ? sorted[i] : threshold;
+  threshold = row.broadcast((count - 1) / kItems, threshold, row.shared.threshold);
   float weights[kItems];  // loaded again: there are no registers to keep them
   load_weights(weights, g_scores + first, p.blocks - first);
   int above = 0, equal = 0;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    above += weights[i] > bar;
-    equal += weights[i] == bar;
+    above += weights[i] > threshold;
+    equal += weights[i] == threshold;
   }
   const auto sums_above = row.sum_warps(__reduce_add_sync(~0u, above), row.shared.above);
   above = sums_above.before;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(Shape<kWarps>::kThreads) block_select_kernel(c
   const unsigned lanes_before = (1u << row.lane) - 1;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const bool is_above = weights[i] > bar, is_equal = weights[i] == bar;
+    const bool is_above = weights[i] > threshold, is_equal = weights[i] == threshold;
     const unsigned lanes_above = __ballot_sync(~0u, is_above), lanes_equal = __ballot_sync(~0u, is_equal);
     const int equal_before = equal + __popc(lanes_equal & lanes_before);
     const int place = above + __popc(lanes_above & lanes_before) + min(equal_before, kept_equal);

@@ -13,7 +13,7 @@ struct Storage {
   float weights[kItems][32 * kWarps];
   long long masses[kWarps], moments[kWarps];
   int counts[kWarps], above[kWarps], equal[kWarps];
-  float largest, bar;
+  float largest, threshold;
 };
 
 template <class T>
@@ -27,7 +27,7 @@ struct Row {
   int thread = threadIdx.x % (32 * kWarps), lane = thread % 32, warp = thread / 32;
 
   // Broadcasts x of one thread. `slot` must not serve any other call.
-  __device__ __forceinline__ float of_thread(int owner, float x, float& slot) const {
+  __device__ __forceinline__ float broadcast(int owner, float x, float& slot) const {
     if constexpr (kWarps == 1) return __shfl_sync(~0u, x, owner);
     if (thread == owner) slot = x;
     __syncthreads();

@@ -106,19 +106,14 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
   Tensor r_dk = partition_fragment_C(row_mma, Shape<_64, Int<kColumns>>{});
   Tensor r_dv = make_fragment_like(r_dk);
   const float scale_log2 = p.sm_scale * kLog2E;
-  const auto multiply = [&](auto& a_tile, auto& b_tile, auto& r_product) {
+  const auto multiply_rows = [&](auto& a_tile, auto& b_tile, auto& r_product) {
     const auto slice = score_mma.get_slice(thread);
     const auto r_a =
         slice.partition_fragment_A(make_tensor(make_smem_ptr(recomputed(a_tile)), RowsByColumns<kColumns>{}));
     const auto r_b = slice.partition_fragment_B(make_tensor(make_smem_ptr(b_tile), RowsByColumns<kColumns>{}));
     warpgroup_fence_operand(r_product);
     warpgroup_arrive();
-    score_mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-    for (int i = 0; i < size<2>(r_a); ++i) {
-      gemm(score_mma, r_a(_, _, i), r_b(_, _, i), r_product);
-      score_mma.accumulate_ = GMMA::ScaleOut::One;
-    }
+    multiply(score_mma, r_a, r_b, r_product);
     warpgroup_commit_batch();
   };
   const auto add_product = [&](auto& r_factors, auto& tile, auto& r_sum) {
@@ -127,8 +122,7 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
     warpgroup_fence_operand(r_factors);
     warpgroup_fence_operand(r_sum);
     warpgroup_arrive();
-#pragma unroll
-    for (int i = 0; i < size<2>(r_factors); ++i) gemm(row_mma, r_factors(_, _, i), r_rows(_, _, i), r_sum);
+    multiply_add(row_mma, r_factors, r_rows, r_sum);
     warpgroup_commit_batch();
   };
   Ring<KeyStream<kColumns>::kSlots> ring;
@@ -144,16 +138,16 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
       // For this lane's columns, eight apart.
       const auto* bases = reinterpret_cast<const float2*>(shared.bases[ring.slot][0]) + lane % 4;
       const auto* delta = reinterpret_cast<const float2*>(shared.bases[ring.slot][1]) + lane % 4;
-      multiply(shared.k, slot.q, r_s);
-      multiply(shared.v, slot.dout, r_dp);
+      multiply_rows(shared.k, slot.q, r_s);
+      multiply_rows(shared.v, slot.dout, r_dp);
       warpgroup_wait<1>();
       warpgroup_fence_operand(r_s);
 #pragma unroll
       for (int i = 0; i < r_s.size(); i += 4) {
-        const float2 of_columns = bases[i];
+        const float2 base_pair = bases[i];
 #pragma unroll
         for (int j = i; j < i + 4; ++j) {
-          r_s(j) = exp2_fast(fmaf(r_s(j), scale_log2, j % 2 ? of_columns.y : of_columns.x));
+          r_s(j) = exp2_fast(fmaf(r_s(j), scale_log2, j % 2 ? base_pair.y : base_pair.x));
         }
       }
       to_operand(r_s, r_p);
@@ -162,9 +156,9 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
       warpgroup_fence_operand(r_dp);
 #pragma unroll
       for (int i = 0; i < r_s.size(); i += 4) {
-        const float2 of_columns = delta[i];
+        const float2 delta_pair = delta[i];
 #pragma unroll
-        for (int j = i; j < i + 4; ++j) r_s(j) *= r_dp(j) - (j % 2 ? of_columns.y : of_columns.x);
+        for (int j = i; j < i + 4; ++j) r_s(j) *= r_dp(j) - (j % 2 ? delta_pair.y : delta_pair.x);
       }
       to_operand(r_s, r_ds);
       add_product(r_ds, slot.q, r_dk);

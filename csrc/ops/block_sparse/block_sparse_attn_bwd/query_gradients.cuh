@@ -6,6 +6,7 @@
 #include "sm90/math.cuh"
 #include "sm90/registers.cuh"
 #include "streams.cuh"
+#include "tiles/softmax.cuh"
 
 namespace dsa::block_sparse_attn_bwd {
 
@@ -117,15 +118,6 @@ __device__ __forceinline__ void take_score_gradients(Scores& r_s, const Scores& 
   for (int i = 0; i < r_s.size(); ++i) r_s(i) *= r_dp(i) - delta[i / 2 % 2];
 }
 
-template <class Scores>
-__device__ __forceinline__ void clear_columns_from(int keys, Scores& r_s, Scores& r_dp, int thread) {
-  const int left = keys - recomputed(thread) % 4 * 2;  // from this lane's first column on
-#pragma unroll
-  for (int i = 0; i < r_s.size(); ++i) {
-    if (i / 4 * 8 + i % 2 >= left) r_s(i) = 0.f, r_dp(i) = 0.f;
-  }
-}
-
 template <int kColumns>
 __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, const Params& p, const QueryMaps& maps,
                                                 int thread) {
@@ -147,17 +139,12 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       for (int j = 0; j < 4; ++j) pairs_of(r_rows)[i][j] = pairs[j];
     });
   };
-  const auto multiply = [&](const auto& r_rows, auto& r_product) {
+  const auto multiply_rows = [&](const auto& r_rows, auto& r_product) {
     const auto r_tile = score_mma.get_slice(thread).partition_fragment_B(
         make_tensor(make_smem_ptr(shared.tiles[ring.slot]), RowsByColumns<kColumns>{}));
     warpgroup_fence_operand(r_product);
     warpgroup_arrive();
-    score_mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-    for (int i = 0; i < size<2>(r_rows); ++i) {
-      gemm(score_mma, r_rows(_, _, i), r_tile(_, _, i), r_product);
-      score_mma.accumulate_ = GMMA::ScaleOut::One;
-    }
+    multiply(score_mma, r_rows, r_tile, r_product);
     warpgroup_commit_batch();
   };
   wait_full();
@@ -195,10 +182,10 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       wait_full();
       const int keys = shared.keys[ring.slot], key_slot = ring.slot;
       if (keys == 0) break;
-      multiply(r_q, r_s);
+      multiply_rows(r_q, r_s);
       ring.advance();
       wait_full();
-      multiply(r_dout, r_dp);
+      multiply_rows(r_dout, r_dp);
       warpgroup_wait<1>();
       warpgroup_fence_operand(r_s);
       take_probabilities(r_s, scale_log2, bases);
@@ -208,7 +195,7 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       ring.advance();
       if (releases_queries) release_queries();
       if (keys < kBlock) {
-        clear_columns_from(keys, r_s, r_dp, thread);
+        for_columns_from(keys, r_s, recomputed(thread), [&](int i) { r_s(i) = 0.f, r_dp(i) = 0.f; });
         clear_rows<kColumns>(shared.tiles[key_slot], keys, kBlock, thread);
         sync_warpgroup(own_barrier());
       }
@@ -219,8 +206,7 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       warpgroup_fence_operand(r_ds);
       warpgroup_fence_operand(r_dq);
       warpgroup_arrive();
-#pragma unroll
-      for (int i = 0; i < size<2>(r_ds); ++i) gemm(key_mma, r_ds(_, _, i), r_keys(_, _, i), r_dq);
+      multiply_add(key_mma, r_ds, r_keys, r_dq);
       warpgroup_commit_batch();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_dq);

@@ -13,14 +13,14 @@
 #include "params.h"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
-#include "sm90/mma.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
+#include "tiles/mma.cuh"
 
 namespace dsa::block_sparse_attn_bwd {
 
 using namespace dsa::block_sparse;
-using namespace dsa::sm90;
+using namespace dsa::tiles;
 
 inline constexpr int kStreams = 2;
 inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;

@@ -4,11 +4,12 @@
 
 #include "ops/block_sparse/lists.cuh"
 #include "params.h"
+#include "tiles/visibility.cuh"
 
 namespace dsa::block_sparse_attn_bwd {
 
 using namespace dsa::block_sparse;
-using namespace dsa::sm90;
+using namespace dsa::tiles;
 
 inline constexpr int kTransposeWarps = 32, kTransposeThreads = kTransposeWarps * kWarpThreads;
 inline constexpr int kRange = 64;  // key blocks per CTA
@@ -47,8 +48,8 @@ __global__ void __launch_bounds__(kTransposeThreads, 1) transpose_kernel(const _
   const int64_t head_index = static_cast<int64_t>(head.batch) * p.heads + head.head;
   int* g_listing = p.listing + head_index * p.q_blocks * p.slots;
   const int warp = threadIdx.x / kWarpThreads;
-  const auto first_row = [&](int of_warp) {
-    return static_cast<int>(static_cast<int64_t>(of_warp) * p.q_blocks / kTransposeWarps);
+  const auto first_row = [&](int warp_index) {
+    return static_cast<int>(static_cast<int64_t>(warp_index) * p.q_blocks / kTransposeWarps);
   };
   for (int i = threadIdx.x; i < kTransposeWarps * kRange; i += kTransposeThreads) places[i / kRange][i % kRange] = 0;
   if (threadIdx.x == 0) before = 0;

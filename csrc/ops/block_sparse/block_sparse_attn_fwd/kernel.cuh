@@ -20,17 +20,18 @@
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
-#include "sm90/mma.cuh"
 #include "sm90/programmatic.cuh"
 #include "sm90/registers.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 #include "softmax.cuh"
+#include "tiles/accumulators.cuh"
+#include "tiles/mma.cuh"
 
 namespace dsa::block_sparse_attn_fwd {
 
 using namespace dsa::block_sparse;
-using namespace dsa::sm90;
+using namespace dsa::tiles;
 
 inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;
 inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
@@ -156,19 +157,6 @@ __device__ __forceinline__ bool join_team(SharedStorage<kColumns>& shared, Softm
   return false;
 }
 
-// Scores of columns from `keys` on become -inf.
-template <class Scores>
-__device__ __forceinline__ void hide_columns_from(int keys, Scores& r_s, int thread) {
-  const int left = keys - recomputed(thread) % 4 * 2;  // from this lane's first column on
-#pragma unroll
-  for (int i = r_s.size() - 4; i >= 0; i -= 4) {
-    if (i / 4 * 8 + 8 <= keys) break;
-    for (int j = 0; j < 4; ++j) {
-      if (i / 4 * 8 + j % 2 >= left) r_s(i + j) = -INFINITY;
-    }
-  }
-}
-
 // The normalized output and lse of a piece: to the results, or as a part for combine_kernel.
 template <int kColumns, class Out>
 __device__ __forceinline__ void store_result(Softmax& softmax, Out& r_out, const Mark& mark, Bf16* s_out,
@@ -248,12 +236,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
       for (bool again = false;; again = true) {
         warpgroup_fence_operand(r_s);
         warpgroup_arrive();
-        score_mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-        for (int i = 0; i < size<2>(r_q); ++i) {
-          gemm(score_mma, r_q(_, _, i), r_k(_, _, i), r_s);
-          score_mma.accumulate_ = GMMA::ScaleOut::One;
-        }
+        multiply(score_mma, r_q, r_k, r_s);
         warpgroup_commit_batch();
         // Overlaps with the product. The barrier in `add` comes before the use.
         if (keys < kBlock) {
@@ -265,7 +248,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(r_s);
-        if (keys < kBlock) hide_columns_from(keys, r_s, thread);
+        if (keys < kBlock) for_columns_from(keys, r_s, recomputed(thread), [&](int i) { r_s(i) = -INFINITY; });
         if (again || softmax.moves) {
           if (softmax.is_first) release_queries();
           softmax.move_top(r_s, r_out, p.scale_log2);

@@ -6,14 +6,16 @@
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/warpgroup.cuh"
+#include "tiles/softmax.cuh"
 
 namespace dsa::block_sparse_attn_fwd {
 
-using namespace dsa::sm90;
+using namespace dsa::tiles;
 
 // Softmax state of a lane's two rows. Base-2 exponentials of scores are relative to a running maximum: that of the
 // first block, which moves only when a sum exceeds 2^40. Until then fp32 and bf16 are as accurate as with the true
-// maximum. A large maximum is subtracted from the scores before they are scaled, and updated at every block.
+// maximum, except that probabilities below 2^-86 may become 0 when it moves. A large maximum is subtracted from the
+// scores before they are scaled, and updated at every block.
 struct Softmax {
   static constexpr float kNone = std::numeric_limits<float>::lowest();  // no score yet, or only -inf
 

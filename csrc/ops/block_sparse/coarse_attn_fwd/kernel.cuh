@@ -16,61 +16,26 @@
 // the exponentials; then keys and values in turn, for probabilities that need no further scaling.
 #pragma once
 
-#include <limits>
-
 #include "ops/block_sparse/lists.cuh"
 #include "ops/block_sparse/operands.cuh"
 #include "params.h"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
-#include "sm90/mma.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
+#include "softmax.cuh"
+#include "tiles/mma.cuh"
+#include "tiles/softmax.cuh"
 
 namespace dsa::coarse_attn_fwd {
 
 using namespace dsa::block_sparse;
-using namespace dsa::sm90;
+using namespace dsa::tiles;
 
 inline constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
 inline constexpr int kComputeRegisters = 160, kCopyRegisters = 32, kStartRegisters = 128;
 inline constexpr int kGroupsBarrier = 1 + kGroups;  // of all compute warpgroups; 1, 2, 3 are their own
-
-// As a base-2 logarithm: from here on the rounding of a log-sum-exp would show in probabilities.
-inline constexpr float kLargeLse = 0x1p8f;
-
-// (score - top) * scale, for scores up to `top`. If the scaled top is large, the difference is taken first, so that no
-// product is rounded; otherwise the product, so that the difference cannot overflow.
-struct Exponent {
-  float factor, offset, scale;
-
-  __device__ __forceinline__ Exponent(float top, float scale_log2)
-      : factor(scale_log2), offset(-top * scale_log2), scale(1.f) {
-    if (!(fabsf(offset) <= kLargeLse)) factor = 1.f, offset = -top, scale = scale_log2;
-  }
-  __device__ __forceinline__ float operator()(float score) const { return fmaf(score, factor, offset) * scale; }
-  // For another top, whose product is rounded as it was in the exponents relative to it.
-  __device__ __forceinline__ float of_top(float top) const { return (__fmul_rn(top, factor) + offset) * scale; }
-};
-
-// Sum of a row's exponentials, relative to its largest score so far, or to an earlier one while fp32 allows it.
-struct RowSum {
-  float top, sum;
-
-  __device__ __forceinline__ void move_top(float next, float scale_log2) {
-    sum *= exp2_fast(Exponent(next, scale_log2).of_top(top));
-    top = next;
-  }
-  // Combines the four lanes of a row.
-  __device__ __forceinline__ void add_lanes(float scale_log2) {
-    float best = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
-    move_top(best, scale_log2);
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-  }
-};
 
 template <int kColumns>
 struct SharedStorage {
@@ -129,8 +94,6 @@ __device__ __forceinline__ void copy(SharedStorage<kColumns>& shared, const Para
   }
 }
 
-inline constexpr RowSum kNoKeys{std::numeric_limits<float>::lowest(), 0.f};
-
 // Adds the values of the lane across; each lane keeps one half of the 2 kHalf columns.
 template <int kHalf>
 __device__ __forceinline__ void add_rows_across(float (&r)[kBlock / 4], int lane) {
@@ -152,6 +115,95 @@ __device__ __forceinline__ float2 sum_rows(float (&r)[kBlock / 4], int lane) {
 
 // Synchronizes all compute warpgroups.
 __device__ __forceinline__ void sync_groups() { sync_threads<kGroupsBarrier, kGroups * kWarpgroupThreads>(); }
+
+// Q as an operand, with `flip` for its signs. Rows after the last of `rows` repeat it: zeros times an infinite key
+// would be NaN.
+template <int kColumns>
+__device__ __forceinline__ void load_queries(uint32_t (&pairs)[kColumns / 16][4], const Bf16* s_queries, int rows,
+                                             uint32_t flip, int warp, int lane) {
+  const int row = min(warp * 16 + lane % 16, rows - 1);
+#pragma unroll
+  for (int i = 0; i < kColumns / 16; ++i) {
+    load_matrices(shared_address(s_queries + i / 4 * kChunkElements) + swizzled_offset(row, i % 4 * 2 + lane / 16),
+                  pairs[i]);
+    for (uint32_t& pair : pairs[i]) pair ^= flip;
+  }
+}
+
+template <class Scores>
+__device__ __forceinline__ void subtract_tops(Scores& r_s, const float* s_tops) {
+#pragma unroll
+  for (int i = 0; i < r_s.size(); ++i) r_s(i) -= s_tops[i / 2 % 2 * 8];
+}
+
+// Writes the lse of this lane's rows, and returns in `lse` the base-2 logarithms from which the exponents of
+// probabilities are computed: those are scaled scores minus lse. If lse is large in a row of the warp, which is then
+// returned, scores have to be reduced by the rows' tops before they are scaled.
+template <int kColumns>
+__device__ __forceinline__ bool finish_sums(SharedStorage<kColumns>& shared, const Params& p, const Item& item,
+                                            const RowSums& sums, int group, int first_row, int lane, float (&lse)[2]) {
+  const int first_query = item.block(group) * kBlock + first_row;
+  const bool is_writer = lane % 4 == 0 && (!item.is_shared || group == 0);
+  float* g_lse = p.lse + (static_cast<int64_t>(item.batch) * p.heads + item.head) * p.seq_q;
+  for (int r = 0; r < 2; ++r) {
+    const int query = first_query + 8 * r;
+    lse[r] = log_of_sum(__fmul_rn(sums.rows[r].top, p.scale_log2), log2_fast(sums.rows[r].sum));
+    if (is_writer && query < p.seq_q) g_lse[query] = lse[r] * kLn2;
+  }
+  const bool any_large = __any_sync(~0u, !(fmaxf(fabsf(lse[0]), fabsf(lse[1])) <= kLargeLse));
+  if (any_large) {
+    for (int r = 0; r < 2; ++r) {
+      if (lane % 4 == 0) shared.large_tops[group][first_row + 8 * r] = sums.rows[r].top;
+      lse[r] = log2_fast(sums.rows[r].sum);
+    }
+    __syncwarp();
+  }
+  for (int r = 0; r < 2; ++r) {
+    if (first_query + 8 * r >= p.seq_q) lse[r] = INFINITY;  // rows after the last query have no weight
+  }
+  return any_large;
+}
+
+// Scores to probabilities, as an operand, and their sums over the lane's two rows.
+template <class Scores>
+__device__ __forceinline__ void compute_probabilities(Scores& r_s, float scale_log2, const float (&lse)[2],
+                                                      uint32_t (&pairs)[kBlock / 4], float (&columns)[kBlock / 4]) {
+#pragma unroll
+  for (int i = 0; i < r_s.size(); ++i) r_s(i) = exp2_fast(fmaf(r_s(i), scale_log2, -lse[i / 2 % 2]));
+#pragma unroll
+  for (int i = 0; i < r_s.size(); i += 4) {
+    pairs[i / 2] = pack_bf16(r_s(i), r_s(i + 1)), pairs[i / 2 + 1] = pack_bf16(r_s(i + 2), r_s(i + 3));
+    columns[i / 2] = r_s(i) + r_s(i + 2), columns[i / 2 + 1] = r_s(i + 1) + r_s(i + 3);
+  }
+}
+
+// Sums of columns over the warpgroup's rows, in a fixed order, times `share`: the scores of the tile's first `keys`
+// keys.
+__device__ __forceinline__ void write_scores(float (&columns)[kBlock / 4], float (&s_sums)[kWarpsPerWarpgroup][kBlock],
+                                             float* g_scores, int keys, float share, int group, int thread) {
+  const int lane = thread % kWarpThreads;
+  reinterpret_cast<float2*>(s_sums[thread / kWarpThreads])[lane] = sum_rows(columns, lane);
+  sync_warpgroup(1 + group);
+  if (thread < kBlock && thread < keys) {
+    g_scores[thread] = ((s_sums[0][thread] + s_sums[1][thread]) + (s_sums[2][thread] + s_sums[3][thread])) * share;
+  }
+}
+
+// Adds up the outputs of a shared item, in a fixed order; true for the warpgroup that then has it.
+template <class Parts, class Out>
+__device__ __forceinline__ bool join_outputs(Parts& parts, Out& r_out, int group, int thread) {
+  if (group > 0) {
+    for (int i = 0; i < r_out.size(); ++i) parts[group - 1][i][thread] = r_out(i);
+  }
+  sync_groups();
+  if (group > 0) return false;
+#pragma unroll
+  for (int i = 0; i < r_out.size(); ++i) {
+    for (const auto& part : parts) r_out(i) += part[i][thread];
+  }
+  sync_warpgroup(1);
+  return true;
+}
 
 template <int kColumns>
 __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const Params& p, const CUtensorMap& out_map,
@@ -181,79 +233,27 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
         make_tensor(make_smem_ptr(shared.tiles[ring.slot]), RowsByColumns<kColumns>{}));
     warpgroup_fence_operand(r_s);
     warpgroup_arrive();
-    score_mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-    for (int i = 0; i < size<2>(r_q); ++i) {
-      gemm(score_mma, r_q(_, _, i), r_k(_, _, i), r_s);
-      score_mma.accumulate_ = GMMA::ScaleOut::One;
-    }
+    multiply(score_mma, r_q, r_k, r_s);
     warpgroup_commit_batch();
     warpgroup_wait<0>();
     warpgroup_fence_operand(r_s);
     release();
     const int keys = p.seq_kv - tile * kBlock;
     if (keys < kind) {
-      const int left = keys - lane % 4 * 2;  // from this lane's first column on
-      if (kind == kReduced) {
-        const float* s_tops = shared.large_tops[group] + warp * 16 + lane / 4;
-#pragma unroll
-        for (int i = 0; i < r_s.size(); ++i) r_s(i) -= s_tops[i / 2 % 2 * 8];
-      }
-#pragma unroll
-      for (int i = 0; i < r_s.size(); ++i) {
-        if (i / 4 * 8 + i % 2 >= left) r_s(i) = -INFINITY;
-      }
+      if (kind == kReduced) subtract_tops(r_s, shared.large_tops[group] + warp * 16 + lane / 4);
+      for_columns_from(keys, r_s, lane, [&](int i) { r_s(i) = -INFINITY; });
     }
-  };
-  const auto sums_of_rows = [&](const auto& exponential, float (&sums)[2]) {
-#pragma unroll
-    for (int i = 0; i < r_s.size(); i += 2) {
-      const int r = i / 2 % 2;
-      const float sum = exponential(r_s(i), r) + exponential(r_s(i + 1), r);
-      sums[r] = i < 4 ? sum : sums[r] + sum;
-    }
-  };
-  const auto raise_tops = [&](RowSum(&rows)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float best = rows[r].top;
-#pragma unroll
-      for (int i = 2 * r; i < r_s.size(); i += 4) best = fmaxf(best, fmaxf(r_s(i), r_s(i + 1)));
-      rows[r].move_top(best, p.scale_log2);
-    }
-  };
-  // Adds a tile's scores to the row sums, without looking for a new top as long as the sums do not grow much.
-  const auto add_scores = [&](RowSum(&rows)[2]) {
-    constexpr float kLimit = 0x1p40f;
-    if (!(rows[0].sum > 0.f && rows[1].sum > 0.f)) raise_tops(rows);
-    float sums[2];
-    const float base[2] = {-rows[0].top * p.scale_log2, -rows[1].top * p.scale_log2};
-    sums_of_rows([&](float score, int r) { return exp2_fast(fmaf(score, p.scale_log2, base[r])); }, sums);
-    if (!(sums[0] <= kLimit && sums[1] <= kLimit && fmaxf(fabsf(base[0]), fabsf(base[1])) <= kLargeLse)) {
-      raise_tops(rows);
-      const Exponent exponents[2] = {{rows[0].top, p.scale_log2}, {rows[1].top, p.scale_log2}};
-      sums_of_rows([&](float score, int r) { return exp2_fast(exponents[r](score)); }, sums);
-    }
-    rows[0].sum += sums[0], rows[1].sum += sums[1];
   };
   const uint32_t flip = p.sm_scale < 0.f ? 0x80008000u : 0u;
   uint32_t queries_parity = 0;
   for (int index = blockIdx.x; index < p.items(); index += gridDim.x, queries_parity ^= 1) {
     const Item item(p, index);
     wait(&shared.queries_full[group], queries_parity);
-    // Rows after the last query repeat it: zeros times an infinite key would be NaN.
-    const int last_row = min(kBlock, p.seq_q - item.block(group) * kBlock) - 1;
-    const int matrix_row = min(warp * 16 + lane % 16, last_row);
-#pragma unroll
-    for (int i = 0; i < kColumns / 16; ++i) {
-      load_matrices(shared_address(shared.queries[group] + i / 4 * kChunkElements) +
-                        swizzled_offset(matrix_row, i % 4 * 2 + lane / 16),
-                    q_pairs[i]);
-      for (uint32_t& pair : q_pairs[i]) pair ^= flip;
-    }
+    const int queries = min(kBlock, p.seq_q - item.block(group) * kBlock);
+    load_queries<kColumns>(q_pairs, shared.queries[group], queries, flip, warp, lane);
     warpgroup_fence_operand(r_q);
 
-    RowSum rows[2] = {kNoKeys, kNoKeys};
+    RowSums sums;
     for (int tile = 0; tile < p.kv_blocks; ++tile) {
       wait_full();
       if (!item.has_tile(group, tile)) {
@@ -261,55 +261,27 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
         continue;
       }
       score(tile, kPlain);
-      add_scores(rows);
+      sums.add(r_s, p.scale_log2);
     }
     // Only after a product has waited for the loads: ptxas may move an arrival ahead of loads that are not complete.
     if (lane == 0) arrive(&shared.queries_empty[group]);
 
     const int first_row = warp * 16 + lane / 4, block = item.block(group);
-    for (RowSum& row : rows) row.add_lanes(p.scale_log2);
+    sums.add_lanes(p.scale_log2);
     if (thread == 0) tma_store_wait_read();  // of the previous item; long complete
     if (item.is_shared) {
       if (lane % 4 == 0) {
-        for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = rows[r];
+        for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = sums.rows[r];
       }
       sync_groups();
-      for (int r = 0; r < 2; ++r) {
-        float best = kNoKeys.top;
-        for (const auto& parts : shared.row_sums) best = fmaxf(best, parts[first_row + 8 * r].top);
-        rows[r] = {best, 0.f};
-        for (const auto& parts : shared.row_sums) {
-          RowSum part = parts[first_row + 8 * r];
-          part.move_top(best, p.scale_log2);
-          rows[r].sum += part.sum;
-        }
-      }
+      sums.join(shared.row_sums, first_row, p.scale_log2);
     }
     const int64_t head_row = static_cast<int64_t>(item.batch) * p.heads + item.head;
-    const bool is_writer = !item.is_shared || group == 0;
-    // Base-2 exponents of probabilities are scaled scores minus lse. If lse is large in a row, the warp's scores are
-    // reduced by the rows' tops before they are scaled.
     float lse[2];
-    for (int r = 0; r < 2; ++r) {
-      const int query = block * kBlock + first_row + 8 * r;
-      lse[r] = log_of_sum(__fmul_rn(rows[r].top, p.scale_log2), log2_fast(rows[r].sum));
-      if (is_writer && lane % 4 == 0 && query < p.seq_q) p.lse[head_row * p.seq_q + query] = lse[r] * kLn2;
-    }
-    const bool any_large = __any_sync(~0u, !(fmaxf(fabsf(lse[0]), fabsf(lse[1])) <= kLargeLse));
-    if (any_large) {
-      for (int r = 0; r < 2; ++r) {
-        if (lane % 4 == 0) shared.large_tops[group][first_row + 8 * r] = rows[r].top;
-        lse[r] = log2_fast(rows[r].sum);
-      }
-      __syncwarp();
-    }
-    for (int r = 0; r < 2; ++r) {
-      if (block * kBlock + first_row + 8 * r >= p.seq_q) lse[r] = INFINITY;  // rows after the last query have no weight
-    }
+    const int kind = finish_sums(shared, p, item, sums, group, first_row, lane, lse) ? kReduced : kPlain;
 
     const float query_share = 1.f / min(kBlock, p.seq_q - block * kBlock);
     float* g_scores = p.scores + (head_row * p.q_blocks + block) * p.seq_kv;
-    const int kind = any_large ? kReduced : kPlain;
     clear(r_out);
     for (int tile = 0; tile < p.kv_blocks; ++tile) {
       wait_full();
@@ -320,14 +292,8 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
         continue;
       }
       score(tile, kind);
-#pragma unroll
-      for (int i = 0; i < r_s.size(); ++i) r_s(i) = exp2_fast(fmaf(r_s(i), p.scale_log2, -lse[i / 2 % 2]));
       float columns[kBlock / 4];
-#pragma unroll
-      for (int i = 0; i < r_s.size(); i += 4) {
-        p_pairs[i / 2] = pack_bf16(r_s(i), r_s(i + 1)), p_pairs[i / 2 + 1] = pack_bf16(r_s(i + 2), r_s(i + 3));
-        columns[i / 2] = r_s(i) + r_s(i + 2), columns[i / 2 + 1] = r_s(i + 1) + r_s(i + 3);
-      }
+      compute_probabilities(r_s, p.scale_log2, lse, p_pairs, columns);
 
       wait_full();
       const auto r_v = value_mma.get_slice(thread).partition_fragment_B(
@@ -335,33 +301,17 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
       warpgroup_fence_operand(r_p);
       warpgroup_fence_operand(r_out);
       warpgroup_arrive();
-#pragma unroll
-      for (int i = 0; i < size<2>(r_p); ++i) gemm(value_mma, r_p(_, _, i), r_v(_, _, i), r_out);
+      multiply_add(value_mma, r_p, r_v, r_out);
       warpgroup_commit_batch();
 
-      auto& sums = shared.column_sums[group][tile % 2];
-      reinterpret_cast<float2*>(sums[warp])[lane] = sum_rows(columns, lane);
-      sync_warpgroup(1 + group);
-      if (const int key = tile * kBlock + thread; thread < kBlock && key < p.seq_kv) {
-        g_scores[key] = ((sums[0][thread] + sums[1][thread]) + (sums[2][thread] + sums[3][thread])) * query_share;
-      }
+      write_scores(columns, shared.column_sums[group][tile % 2], g_scores + tile * kBlock, p.seq_kv - tile * kBlock,
+                   query_share, group, thread);
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_out);
       release();
     }
 
-    if (item.is_shared) {
-      if (group > 0) {
-        for (int i = 0; i < r_out.size(); ++i) shared.partial_out[group - 1][i][thread] = r_out(i);
-      }
-      sync_groups();
-      if (group > 0) continue;
-#pragma unroll
-      for (int i = 0; i < r_out.size(); ++i) {
-        for (const auto& part : shared.partial_out) r_out(i) += part[i][thread];
-      }
-      sync_warpgroup(1);
-    }
+    if (item.is_shared && !join_outputs(shared.partial_out, r_out, group, thread)) continue;
     // The previous item's store has been waited for, so the staging memory is free.
     store_block<kColumns>(&out_map, shared.out[group], item.head, block * kBlock, item.batch, r_out, thread);
   }

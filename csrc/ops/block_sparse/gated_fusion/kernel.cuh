@@ -1,6 +1,6 @@
 // out = s fine + (1 - s) coarse, s = sigmoid(gate) of a row, and its gradients.
 //
-// No warp specialization: a thread has 16 bytes of each of kRowsOfThread rows, all loads issued before the first is
+// No warp specialization: a thread has 16 bytes of each of kRowsPerThread rows, all loads issued before the first is
 // used.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace dsa::gated_fusion {
 
-inline constexpr int kThreads = 256, kRowsOfThread = 2;
+inline constexpr int kThreads = 256, kRowsPerThread = 2;
 
 // 16 bytes of a row: columns in pairs.
 struct alignas(16) Piece {
@@ -25,7 +25,7 @@ template <int kColumns>
 struct Shape {
   static constexpr int kPieces = kColumns / 8;            // per row
   static constexpr int kRowsAtOnce = kThreads / kPieces;  // per CTA
-  static constexpr int kRows = kRowsAtOnce * kRowsOfThread;
+  static constexpr int kRows = kRowsAtOnce * kRowsPerThread;
 };
 
 struct Place {
@@ -69,17 +69,17 @@ __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pa
 template <int kColumns, class Gate>
 __global__ void __launch_bounds__(kThreads) gated_fusion_fwd_kernel(const __grid_constant__ Forward p) {
   const int index = threadIdx.x % Shape<kColumns>::kPieces;
-  Piece fine[kRowsOfThread], coarse[kRowsOfThread];
-  float gate[kRowsOfThread];
+  Piece fine[kRowsPerThread], coarse[kRowsPerThread];
+  float gate[kRowsPerThread];
 #pragma unroll
-  for (int i = 0; i < kRowsOfThread; ++i) {
+  for (int i = 0; i < kRowsPerThread; ++i) {
     const Place place = place_of<kColumns>(p.in, i);
     fine[i] = place.piece(p.in.fine, index);
     coarse[i] = place.piece(p.in.coarse, index);
     gate[i] = static_cast<float>(place.in<Gate>(p.in.gate));
   }
 #pragma unroll
-  for (int i = 0; i < kRowsOfThread; ++i) {
+  for (int i = 0; i < kRowsPerThread; ++i) {
     const Shares s(gate[i]);
     Piece out;
 #pragma unroll
@@ -95,10 +95,10 @@ __global__ void __launch_bounds__(kThreads) gated_fusion_fwd_kernel(const __grid
 template <int kColumns, class Gate>
 __global__ void __launch_bounds__(kThreads) gated_fusion_bwd_kernel(const __grid_constant__ Backward p) {
   const int index = threadIdx.x % Shape<kColumns>::kPieces;
-  Piece dout[kRowsOfThread], fine[kRowsOfThread], coarse[kRowsOfThread];
-  float gate[kRowsOfThread];
+  Piece dout[kRowsPerThread], fine[kRowsPerThread], coarse[kRowsPerThread];
+  float gate[kRowsPerThread];
 #pragma unroll
-  for (int i = 0; i < kRowsOfThread; ++i) {
+  for (int i = 0; i < kRowsPerThread; ++i) {
     const Place place = place_of<kColumns>(p.in, i);
     dout[i] = place.piece(p.dout, index);
     fine[i] = place.piece(p.in.fine, index);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) gated_fusion_bwd_kernel(const __grid
     gate[i] = static_cast<float>(place.in<Gate>(p.in.gate));
   }
 #pragma unroll
-  for (int i = 0; i < kRowsOfThread; ++i) {
+  for (int i = 0; i < kRowsPerThread; ++i) {
     const Shares s(gate[i]);
     Piece dfine, dcoarse;
     float sum = 0.f;

@@ -26,14 +26,15 @@
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/memory.cuh"
-#include "sm90/mma.cuh"
 #include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
+#include "tiles/mma.cuh"
 
 namespace dsa::fp8_gemm {
 
 using namespace dsa::sm90;
+using namespace dsa::tiles;
 using Fp8 = cute::float_e4m3_t;
 
 inline constexpr int kTileWidth = 64;  // rows of b in a tile, at most
@@ -178,12 +179,7 @@ __device__ __forceinline__ void compute(SharedStorage<kRows>& shared, const Para
       wait(&shared.full[ring.slot], ring.parity);
       warpgroup_fence_operand(r_part);
       warpgroup_arrive();
-      mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-      for (int step = 0; step < size<2>(r_b); ++step) {
-        gemm(mma, r_b(_, 0, step, ring.slot), r_a(_, 0, step, ring.slot), r_part(_, 0, 0));
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
+      multiply(mma, r_b(_, 0, _, ring.slot), r_a(_, 0, _, ring.slot), r_part(_, 0, 0));
       warpgroup_commit_batch();
       // Overlaps with the product.
       const float b_scales[2] = {shared.b_scales[ring.slot][in_next[0]], shared.b_scales[ring.slot][in_next[1]]};

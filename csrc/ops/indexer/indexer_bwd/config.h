@@ -37,7 +37,7 @@ constexpr int64_t groups_at_once(int64_t groups, int64_t bytes, int64_t room, in
   return std::min(groups, fit > num_sms ? fit - fit % num_sms : fit);
 }
 
-inline constexpr int kMergeWarpsOfQuery = 4, kMaxMergeWarps = 16;
+inline constexpr int kMergeWarpsPerQuery = 4, kMaxMergeWarps = 16;
 
 // Shared memory for merging: one array of words per query and two for all; as many words as all keys need, 32 keys per
 // word, or as many as fit.

@@ -19,49 +19,19 @@
 
 #include <cutlass/cutlass.h>
 
-#include "config.h"
 #include "params.h"
-#include "sm90/gather.cuh"
+#include "rows.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/mbarrier.cuh"
-#include "sm90/mma.cuh"
-#include "sm90/scatter.cuh"
+#include "sm90/memory.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
+#include "storage.cuh"
+#include "tiles/gather.cuh"
+#include "tiles/mma.cuh"
+#include "tiles/scatter.cuh"
 
 namespace dsa::indexer_bwd {
-
-using namespace dsa::sm90;
-
-static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == sm90::kChunkColumns);
-
-inline constexpr int kRowsBarrier = 1;  // and 2; 0 is __syncthreads
-
-// One stage: a tile, or, with one of these as first_entry, the end of a group or of all groups.
-inline constexpr int kGroupEnds = -1, kAllEnd = -2;
-
-template <int kQueries>
-struct Step {
-  alignas(16) int ids[kTileKeys];                        // -1 after the last
-  alignas(16) uint16_t gradients[kQueries * kTileKeys];  // bf16 [queries, keys]
-  int first_entry;                                       // index in the group, or kGroupEnds or kAllEnd
-  int group;
-  int count;  // of this CTA's earlier groups
-};
-
-template <int kColumns, int kHeads>
-struct SharedStorage {
-  static constexpr int kTiles = tiles_in_flight(kColumns);
-  alignas(1024) Bf16 q[kGroups][kRows * kColumns];  // in chunks of 64 columns
-  alignas(1024) Bf16 keys[kTiles][kTileKeys * kColumns];
-  alignas(1024) Bf16 derivatives[kDerivatives][kRows * kTileKeys];  // w D
-  alignas(1024) Bf16 dq[kRowWarpgroups][kWarpgroupRows * kColumns];
-  float weights[kGroups][kRows];
-  Step<queries_of_group(kHeads)> steps[kTiles];
-  uint64_t q_landed[kGroups], q_full[kGroups], q_empty[kGroups];
-  uint64_t full[kTiles], empty[kTiles];
-  uint64_t derivatives_full[kDerivatives], derivatives_empty[kDerivatives];
-};
 
 // Producer: loads tiles and Q. Run by one warpgroup.
 template <int kColumns, int kHeads>
@@ -156,134 +126,6 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
   publish(kAllEnd, 0);
 }
 
-// Computes w D, dq and dw of 64 rows. Run by row warpgroup `warpgroup`.
-template <int kColumns, int kHeads>
-__device__ __forceinline__ void compute_rows(SharedStorage<kColumns, kHeads>& shared, const Params& p,
-                                             const CUtensorMap& dq_map, int warpgroup, int thread) {
-  using namespace cute;
-  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-  const int first_row = warpgroup * kWarpgroupRows, matrix_row = warp * 16 + lane % 16, matrix_piece = lane / 16;
-  const int row = first_row + warp * 16 + lane / 4;  // and row + 8
-
-  ScoreMmaFromRegisters score_mma;
-  RowsMma<kColumns> rows_mma;
-  Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kColumns / 16>>{});
-  Tensor r_s = partition_fragment_C(score_mma, Shape<_64, _64>{});
-  Tensor r_d = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kTileKeys / 16>>{});
-  Tensor r_sum = partition_fragment_C(rows_mma, Shape<_64, Int<kColumns>>{});
-  auto& q_pairs = *reinterpret_cast<uint32_t (*)[kColumns / 16][4]>(r_q.data());
-  auto& pairs = *reinterpret_cast<uint32_t (*)[kTileKeys / 16][4]>(r_d.data());
-
-  Ring<SharedStorage<kColumns, kHeads>::kTiles> ring;
-  Ring<kDerivatives> derivatives;
-  for (;; ring.advance()) {
-    wait(&shared.full[ring.slot], ring.parity);
-    if (read_for_warp(shared.steps[ring.slot].first_entry) == kAllEnd) break;
-    const int group = read_for_warp(shared.steps[ring.slot].group);
-    const int count = read_for_warp(shared.steps[ring.slot].count), at = count % kGroups;
-    wait(&shared.q_full[at], count / kGroups % 2);
-#pragma unroll
-    for (int i = 0; i < kColumns / 16; ++i) {
-      load_matrices(shared_address(shared.q[at] + i / 4 * kRows * kChunkColumns) +
-                        swizzled_offset(first_row + matrix_row, i % 4 * 2 + matrix_piece),
-                    q_pairs[i]);
-    }
-    const float weights[2] = {shared.weights[at][row], shared.weights[at][row + 8]};
-    clear(r_sum);
-    for (;; ring.advance()) {
-      wait(&shared.full[ring.slot], ring.parity);
-      const auto& step = shared.steps[ring.slot];
-      if (read_for_warp(step.first_entry) == kGroupEnds) break;
-      const auto s_keys = make_tensor(make_smem_ptr(shared.keys[ring.slot]), RowsByColumns<kColumns>{});
-      const auto s_columns = make_tensor(make_smem_ptr(shared.keys[ring.slot]), ColumnsByRows<kColumns>{});
-      const auto r_keys = score_mma.get_slice(thread).partition_fragment_B(s_keys);
-      const auto r_columns = rows_mma.get_slice(thread).partition_fragment_B(s_columns);
-      fence_async_proxy();
-      warpgroup_fence_operand(r_q);
-      warpgroup_fence_operand(r_s);
-      warpgroup_arrive();
-      score_mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-      for (int k = 0; k < size<2>(r_q); ++k) {
-        gemm(score_mma, r_q(_, _, k), r_keys(_, _, k), r_s);
-        score_mma.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
-      wait(&shared.derivatives_empty[derivatives.slot], derivatives.parity ^ 1);
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(r_s);
-#pragma unroll
-      for (int i = 0; i < kTileKeys / 16; ++i) {
-        uint32_t weighted[4];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {  // of four 8 x 8 matrices: rows first, then keys
-          const int key = i * 16 + m / 2 * 8 + lane % 4 * 2, query = (row + m % 2 * 8) / kHeads;
-          const uint32_t gradients = *reinterpret_cast<const uint32_t*>(step.gradients + query * kTileKeys + key);
-          // A NaN score counts as positive, as in the reference.
-          const uint32_t low = r_s(8 * i + 2 * m) <= 0.f ? 0u : gradients << 16;
-          const uint32_t high = r_s(8 * i + 2 * m + 1) <= 0.f ? 0u : gradients & 0xffff0000u;
-          pairs[i][m] = low >> 16 | high;
-          weighted[m] = pack_bf16(__uint_as_float(low) * weights[m % 2], __uint_as_float(high) * weights[m % 2]);
-        }
-        store_matrices(shared_address(shared.derivatives[derivatives.slot]) +
-                           swizzled_offset(first_row + matrix_row, i * 2 + matrix_piece),
-                       weighted[0], weighted[1], weighted[2], weighted[3]);
-      }
-      fence_async_proxy();
-      arrive(&shared.derivatives_full[derivatives.slot]);
-      derivatives.advance();
-      warpgroup_fence_operand(r_d);
-      warpgroup_fence_operand(r_sum);
-      warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < size<2>(r_d); ++k) gemm(rows_mma, r_d(_, _, k), r_columns(_, _, k), r_sum);
-      warpgroup_commit_batch();
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(r_sum);
-      arrive(&shared.empty[ring.slot]);
-    }
-    arrive(&shared.empty[ring.slot]);
-    arrive(&shared.q_empty[at]);
-
-    if (thread == 0) tma_store_wait_read();  // of the previous group
-    sync_warpgroup(kRowsBarrier + warpgroup);
-    float dweights[2] = {};
-#pragma unroll
-    for (int i = 0; i < kColumns / 16; ++i) {
-      uint32_t dq[4];
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const float low = r_sum(8 * i + 2 * m), high = r_sum(8 * i + 2 * m + 1);
-        dweights[m % 2] = fmaf(low, __uint_as_float(q_pairs[i][m] << 16), dweights[m % 2]);
-        dweights[m % 2] = fmaf(high, __uint_as_float(q_pairs[i][m] & 0xffff0000u), dweights[m % 2]);
-        dq[m] = pack_bf16(low * weights[m % 2], high * weights[m % 2]);
-      }
-      store_matrices(shared_address(shared.dq[warpgroup]) + i / 4 * kChunkBytes +
-                         swizzled_offset(matrix_row, i % 4 * 2 + matrix_piece),
-                     dq[0], dq[1], dq[2], dq[3]);
-    }
-    fence_async_proxy();
-    sync_warpgroup(kRowsBarrier + warpgroup);
-    const int first_query = p.first_query + group * queries_of_group(kHeads);
-    if (thread == 0) {
-      for (int chunk = 0; chunk < kColumns / kChunkColumns; ++chunk) {
-        tma_store(&dq_map, shared.dq[warpgroup] + chunk * kWarpgroupRows * kChunkColumns,
-                  {chunk * kChunkColumns, 0, 0, first_query + first_row / kHeads, 0});
-      }
-      tma_store_commit();
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      dweights[r] += __shfl_xor_sync(~0u, dweights[r], 1);
-      dweights[r] += __shfl_xor_sync(~0u, dweights[r], 2);
-      if (lane % 4 == 0 && first_query + (row + r * 8) / kHeads < p.seq) {
-        p.dweights[static_cast<int64_t>(first_query) * kHeads + row + r * 8] = dweights[r];
-      }
-    }
-  }
-  if (thread == 0) tma_store_wait_read();
-}
-
 // Computes dk. Run by one warpgroup.
 template <int kColumns, int kHeads, bool kDeterministic>
 __device__ __forceinline__ void add_to_keys(SharedStorage<kColumns, kHeads>& shared, const Params& p, int thread) {
@@ -343,12 +185,7 @@ __device__ __forceinline__ void add_to_keys(SharedStorage<kColumns, kHeads>& sha
         make_smem_ptr(shared.q[at] + number * kRows * kChunkColumns), ColumnsByHeads<kChunkColumns, kRows>{}));
     warpgroup_fence_operand(chunk.r_sum);
     warpgroup_arrive();
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-    for (int k = 0; k < size<2>(r_d); ++k) {
-      gemm(mma, r_d(_, _, k), r_q(_, _, k), chunk.r_sum);
-      mma.accumulate_ = GMMA::ScaleOut::One;
-    }
+    multiply(mma, r_d, r_q, chunk.r_sum);
     warpgroup_commit_batch();
     add_before();
     warpgroup_wait<0>();

@@ -15,7 +15,7 @@ const char* launch_merge(const Params& p, int groups, cudaStream_t stream) {
     const int blocks = std::max(1, (p.capacity + kEntryThreads - 1) / kEntryThreads);
     return launch_kernel<list_ranges_kernel>(p.device, unsigned(groups * blocks), kEntryThreads, 0, stream, p, blocks);
   }
-  const int queries = queries_of_group(p.heads), warps = std::clamp(kMergeWarpsOfQuery * queries, 1, kMaxMergeWarps);
+  const int queries = queries_of_group(p.heads), warps = std::clamp(kMergeWarpsPerQuery * queries, 1, kMaxMergeWarps);
   const int bytes = merge_arrays(queries) * merge_words(queries, p.seq_kv) * int(sizeof(unsigned));
   return launch_kernel<merge_lists_kernel>(p.device, unsigned(groups), 32 * warps, bytes, stream, p);
 }

@@ -53,6 +53,18 @@ __device__ __forceinline__ int2 inclusive_sum(int value, int (&s_sums)[kMaxMerge
   return {before + value, all};
 }
 
+// Calls use(slot, key) for this thread's slots that list one of `keys` keys from `first_key` on; `key` counts from
+// there.
+template <class Use>
+__device__ __forceinline__ void for_slots_of_window(const int* g_ids, int slots, int first_key, unsigned keys,
+                                                    const Use& use) {
+#pragma unroll 8
+  for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
+    const unsigned key = static_cast<unsigned>(__ldg(g_ids + slot)) - first_key;
+    if (key < keys) use(slot, key);
+  }
+}
+
 // One block per group. Keys are bits of words, in windows: one array per query, and one of all queries.
 __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(const __grid_constant__ Params p) {
   extern __shared__ unsigned s_words[];
@@ -85,16 +97,11 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
     __syncthreads();
     int again = 0;  // slots whose key an earlier slot has; summed over threads
     for (int query = 0; query < queries; ++query) {
-      const int* g_ids = ids_of(query);
       const int slots_before = again;
-#pragma unroll 8
-      for (int slot = threadIdx.x; slot < p.slots; slot += threads) {
-        const unsigned key = static_cast<unsigned>(__ldg(g_ids + slot)) - first_key;
-        if (key < keys) {
-          atomicOr(own(query) + key / 32, 1u << key % 32);
-          ++again;
-        }
-      }
+      for_slots_of_window(ids_of(query), p.slots, first_key, keys, [&](int, unsigned key) {
+        atomicOr(own(query) + key / 32, 1u << key % 32);
+        ++again;
+      });
       if (__any_sync(~0u, again > slots_before) && threadIdx.x % 32 == 0) atomicOr(&s_listing, 1u << query);
     }
     __syncthreads();
@@ -129,12 +136,8 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
     };
     if (again == 0) {
       for (int query = 0; query < queries; ++query) {
-        const int* g_ids = ids_of(query);
-#pragma unroll 8
-        for (int slot = threadIdx.x; slot < p.slots; slot += threads) {
-          const unsigned key = static_cast<unsigned>(__ldg(g_ids + slot)) - first_key;
-          if (key < keys) write(query, slot, key);
-        }
+        for_slots_of_window(ids_of(query), p.slots, first_key, keys,
+                            [&](int slot, unsigned key) { write(query, slot, key); });
       }
       __syncthreads();
       continue;

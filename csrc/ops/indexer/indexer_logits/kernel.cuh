@@ -25,13 +25,14 @@
 #include "sm90/math.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/memory.cuh"
-#include "sm90/mma.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
+#include "tiles/accumulators.cuh"
+#include "tiles/mma.cuh"
 
 namespace dsa::indexer_logits {
 
-using namespace dsa::sm90;
+using namespace dsa::tiles;
 
 template <class Element, Config kC>
 struct SharedStorage {
@@ -206,6 +207,27 @@ constexpr bool is_doubled(int i) {
 // relu(x), or twice that; NaN stays NaN.
 __device__ __forceinline__ float rectified(float x, bool doubled) { return doubled ? x + fabsf(x) : sm90::relu(x); }
 
+// Weighted sums over the heads of each query, of the scores of a pass. Of a lane's two rows of keys the upper lanes
+// take the second one, the others the first, each with what the lane across has of it.
+template <class Element, Config kC, class Scores>
+__device__ __forceinline__ void sum_heads(const Scores& r_s, const float (&weights)[kPassRows / 4], int upper,
+                                          float (&key_sums)[kC.pass_queries()]) {
+  constexpr int kPassQueries = kC.pass_queries();
+  float sums[2][kPassQueries] = {};
+#pragma unroll
+  for (int i = 0; i < kPassRows / 4; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float& sum = sums[half][i / 2 * 8 / kC.heads];
+      sum = fmaf(rectified(r_s(i / 2 * 4 + half * 2 + i % 2), is_doubled<Element>(i)), weights[i], sum);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPassQueries; ++i) {
+    key_sums[i] = (upper ? sums[1][i] : sums[0][i]) + __shfl_xor_sync(~0u, upper ? sums[0][i] : sums[1][i], 2);
+  }
+}
+
 // Multiplies keys and sums over heads. `thread` is in [0, kMathThreads).
 template <class Element, Config kC>
 __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, const Params& p, int thread) {
@@ -242,7 +264,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
     float weights[kPassRows / 4];
 #pragma unroll
     for (int i = 0; i < kPassRows / 4; ++i) {
-      const int column = i / 2 * 8 + lane % 4 * 2 + i % 2, query = pass_query + column / kC.heads;
+      const int column = column_in_row(i, lane), query = pass_query + column / kC.heads;
       weights[i] = query < p.seq ? p.weights[query * p.weights_stride + column % kC.heads] : 0.f;
       if (is_doubled<Element>(i)) weights[i] *= 0.5f;
     }
@@ -261,33 +283,17 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       if constexpr (kIsFp8<Element>) scale = p.k_scale[inside ? key : min(key, p.seq_kv - 1)];
       warpgroup_fence_operand(r_s);
       warpgroup_arrive();
-      mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-      for (int step = 0; step < kC.steps(); ++step) {
-        gemm(mma, r_keys(_, part, step, ring.slot), r_q(_, pass, step), r_s(_, 0, 0));
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
+      tiles::multiply(mma, r_keys(_, part, _, ring.slot), r_q(_, pass, _), r_s(_, 0, 0));
       warpgroup_commit_batch();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_s);
 
-      float sums[2][kPassQueries] = {};
-#pragma unroll
-      for (int i = 0; i < kPassRows / 4; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float& sum = sums[half][i / 2 * 8 / kC.heads];
-          sum = fmaf(rectified(r_s(i / 2 * 4 + half * 2 + i % 2), is_doubled<Element>(i)), weights[i], sum);
-        }
-      }
-      float of_key[kPassQueries];
-#pragma unroll
-      for (int i = 0; i < kPassQueries; ++i) {
-        of_key[i] = (upper ? sums[1][i] : sums[0][i]) + __shfl_xor_sync(~0u, upper ? sums[0][i] : sums[1][i], 2);
-      }
+      float key_sums[kPassQueries];
+      sum_heads<Element, kC>(r_s, weights, upper, key_sums);
 #pragma unroll
       for (int i = 0; i < kPassQueries; i += 2) {
-        const float sum = (odd ? of_key[i + 1] : of_key[i]) + __shfl_xor_sync(~0u, odd ? of_key[i] : of_key[i + 1], 1);
+        const float sum =
+            (odd ? key_sums[i + 1] : key_sums[i]) + __shfl_xor_sync(~0u, odd ? key_sums[i] : key_sums[i + 1], 1);
         const float logit = kIsFp8<Element> ? sum * scale : sum;
         float* g_logit = g_lane + i * p.logits_stride + first_key;
         if constexpr (inside) {

@@ -21,7 +21,7 @@ struct Shape {
   static constexpr int kPieces = kPieces_;  // per thread, at most
   static constexpr int kKeys = kPieces * kPiece;
   static constexpr int kHeld = kThreads * kKeys;
-  static constexpr int kDigitBits = kDigitBits_, kBins = 1 << kDigitBits, kBinsOfThread = kBins / kThreads;
+  static constexpr int kDigitBits = kDigitBits_, kBins = 1 << kDigitBits, kBinsPerThread = kBins / kThreads;
   static constexpr int kCtasPerSm = kCtasPerSm_;
 };
 

@@ -83,7 +83,7 @@ __device__ __forceinline__ float value_of(unsigned key) {  // key ^ (~sign | 0x8
   return __uint_as_float(sm90::xor_not_or_sign(key, static_cast<unsigned>(static_cast<int>(key) >> 31)));
 }
 // The value whose greater values have keys above `key`. No value has the key kZeroKey - 1 (of -0).
-__device__ __forceinline__ float bar_of(unsigned key) {
+__device__ __forceinline__ float threshold_of(unsigned key) {
   return key == 0 ? -INFINITY : value_of(key - (key == kZeroKey - 1));
 }
 

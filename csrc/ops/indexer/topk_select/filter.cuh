@@ -1,4 +1,4 @@
-// Runs that are too long for registers: entries above a guessed threshold (`bar`) become candidates.
+// Runs that are too long for registers: entries above a guessed threshold become candidates.
 #pragma once
 
 #include "selector.cuh"
@@ -8,8 +8,8 @@ namespace dsa::topk_select {
 // Pieces per thread that `entries` entries of a CTA take.
 template <class Shape>
 __device__ __forceinline__ int pieces_for(int entries) {
-  constexpr int kOfCta = Shape::kThreads * kPiece;
-  return (entries + kOfCta - 1) / kOfCta;
+  constexpr int kEntriesPerCta = Shape::kThreads * kPiece;
+  return (entries + kEntriesPerCta - 1) / kEntriesPerCta;
 }
 
 // A sample of a run: short spots all over it, which memory reads as fast as single columns. Sampled entries form groups
@@ -17,17 +17,17 @@ __device__ __forceinline__ int pieces_for(int entries) {
 template <class T, class Shape>
 struct Sample {
   static constexpr int kEntries = 4096, kSpotPieces = 4, kSpots = kEntries / (kSpotPieces * kPiece);
-  static constexpr int kOfGroup = kEntries / (Shape::kThreads * kPiece), kGroups = kEntries / kOfGroup;
-  Piece pieces[kOfGroup];
+  static constexpr int kEntriesPerGroup = kEntries / (Shape::kThreads * kPiece), kGroups = kEntries / kEntriesPerGroup;
+  Piece pieces[kEntriesPerGroup];
 
   __device__ __forceinline__ void load(const T* g_row, Run run) {
     constexpr int kSpotColumns = kSpotPieces * kPiece;
     const int thread = threadIdx.x;
     const uint64_t run_spots = run.size() / kSpotColumns;
 #pragma unroll
-    for (int i = 0; i < kOfGroup; ++i) {
+    for (int i = 0; i < kEntriesPerGroup; ++i) {
       const int mixed = thread / kSpotPieces * (1 + 36 * i) % (Shape::kThreads / kSpotPieces);
-      const int spot = static_cast<int>((mixed * kOfGroup + i) * run_spots / kSpots);
+      const int spot = static_cast<int>((mixed * kEntriesPerGroup + i) * run_spots / kSpots);
       pieces[i] = load_piece(g_row + run.first_read + spot * kSpotColumns + thread % kSpotPieces * kPiece);
     }
   }
@@ -52,16 +52,16 @@ struct Filter {
   Run run;
   int topk;
   int step = 0, count = 0;
-  float bar = -INFINITY;
+  float threshold = -INFINITY;
   unsigned low = 0;  // no candidate's key is below it; 0 without a guess
 
   // Guesses a threshold that about topk entries exceed, with a margin of three standard deviations.
   __device__ __forceinline__ void guess(const Sample<T, Shape>& sample) {
     constexpr float kGroups = sample.kGroups;
     float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(run.size()));
-    static_assert(sample.kOfGroup == 2 || sample.kOfGroup == 4);
+    static_assert(sample.kEntriesPerGroup == 2 || sample.kEntriesPerGroup == 4);
     out *= out;
-    if constexpr (sample.kOfGroup == 4) out *= out;  // the share of groups without an entry above
+    if constexpr (sample.kEntriesPerGroup == 4) out *= out;  // the share of groups without an entry above
     const float expected = kGroups * (1 - out), variance = expected * out;
     const float wanted = expected + 3 * variance * rsqrtf(fmaxf(variance, 1e-6f)) + 3;
     if (!(wanted < kGroups - 8)) return;
@@ -74,9 +74,9 @@ struct Filter {
     highest = __reduce_max_sync(~0u, highest);
     if (threadIdx.x % 32 == 0) selector.shared.warp_maxima[threadIdx.x / 32] = highest;
     const Selection selection = selector.find(keys, 1, static_cast<unsigned>(wanted), 1, kWhole, kGroups / 128);
-    const unsigned last_out = selection.bar - (selection.ties > 0);
+    const unsigned last_out = selection.threshold - (selection.ties > 0);
     if (last_out == 0) return;
-    bar = bar_of(last_out);
+    threshold = threshold_of(last_out);
     low = last_out + 1;
   }
 
@@ -86,11 +86,11 @@ struct Filter {
     static constexpr float kBase = 1 << 23;  // floats from here on count in their last bits
     float before[kEntries + 1];
 
-    __device__ __forceinline__ Above(const Piece* pieces, float bar) {
+    __device__ __forceinline__ Above(const Piece* pieces, float threshold) {
       before[0] = kBase;
 #pragma unroll
       for (int i = 0; i < kEntries; ++i) {
-        before[i + 1] = before[i] + one_if_greater(pieces[i / kPiece].values[i % kPiece], bar);
+        before[i + 1] = before[i] + one_if_greater(pieces[i / kPiece].values[i % kPiece], threshold);
       }
     }
     __device__ __forceinline__ unsigned operator[](int i) const {
@@ -160,11 +160,11 @@ struct Filter {
         if (lane == 0 && (load + i & loads - 1) == 0) {
           shared.firsts[((load + i) >> log_loads) * Shape::kWarps + warp] = listed;
         }
-        const Above<kPiece> above[2] = {{&pieces.of[0], bar}, {&pieces.of[1], bar}};
-        const unsigned of_lane = above[0].all() | above[1].all() << 16, to_lane = sum_to_lane(of_lane);
-        const unsigned of_warp = __shfl_sync(~0u, to_lane, 31), before = to_lane - of_lane;
-        const unsigned places[2] = {listed + (before & 0xffff), listed + (of_warp & 0xffff) + (before >> 16)};
-        const unsigned listed_now = listed + (of_warp & 0xffff) + (of_warp >> 16);
+        const Above<kPiece> above[2] = {{&pieces.of[0], threshold}, {&pieces.of[1], threshold}};
+        const unsigned lane_counts = above[0].all() | above[1].all() << 16, to_lane = sum_to_lane(lane_counts);
+        const unsigned warp_counts = __shfl_sync(~0u, to_lane, 31), before = to_lane - lane_counts;
+        const unsigned places[2] = {listed + (before & 0xffff), listed + (warp_counts & 0xffff) + (before >> 16)};
+        const unsigned listed_now = listed + (warp_counts & 0xffff) + (warp_counts >> 16);
         full |= listed_now > Lists::kSize;
         if (full) break;
         listed = listed_now;
@@ -173,7 +173,7 @@ struct Filter {
 #pragma unroll
           for (int e = 0; e < kPiece; ++e) {
             const float value = pieces.of[j].values[e];
-            if (value > bar) {
+            if (value > threshold) {
               store_shared(list + (places[j] + above[j][e]) * unsigned{sizeof(uint2)},
                            make_uint2(__float_as_uint(value), first + j * kWarpPiece + e));
             }
@@ -192,29 +192,29 @@ struct Filter {
     if (shared.full) return false;
 
     // For each stretch, the offset from its candidates' positions in their list to those among all candidates.
-    constexpr int kOfThread = Lists::kStretches / Shape::kThreads;
-    unsigned firsts[kOfThread], counts[kOfThread], of_thread = 0;
+    constexpr int kStretchesPerThread = Lists::kStretches / Shape::kThreads;
+    unsigned firsts[kStretchesPerThread], counts[kStretchesPerThread], thread_count = 0;
 #pragma unroll
-    for (int i = 0; i < kOfThread; ++i) {
-      const int stretch = threadIdx.x * kOfThread + i;
+    for (int i = 0; i < kStretchesPerThread; ++i) {
+      const int stretch = threadIdx.x * kStretchesPerThread + i;
       firsts[i] = shared.firsts[stretch];
       counts[i] = stretch < stretches ? shared.firsts[stretch + Shape::kWarps] - firsts[i] : 0;
-      of_thread += counts[i];
+      thread_count += counts[i];
     }
-    const unsigned to_lane = sum_to_lane(of_thread);
+    const unsigned to_lane = sum_to_lane(thread_count);
     const uint2 sums = selector.sum_warps(__shfl_sync(~0u, to_lane, 31));
-    unsigned place = sums.x + to_lane - of_thread;
+    unsigned place = sums.x + to_lane - thread_count;
 #pragma unroll
-    for (int i = 0; i < kOfThread; ++i) {
-      shared.firsts[threadIdx.x * kOfThread + i] = place - firsts[i];
+    for (int i = 0; i < kStretchesPerThread; ++i) {
+      shared.firsts[threadIdx.x * kStretchesPerThread + i] = place - firsts[i];
       place += counts[i];
     }
-    constexpr int kOfLane = Lists::kSize / 32;
-    uint2 entries[kOfLane];
+    constexpr int kEntriesPerLane = Lists::kSize / 32;
+    uint2 entries[kEntriesPerLane];
 #pragma unroll
     for (uint2& entry : entries) leave_undefined(entry.x), leave_undefined(entry.y);
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
+    for (int i = 0; i < kEntriesPerLane; ++i) {
       if (i * 32 >= listed) break;
       entries[i] = shared.lists.entries[warp][i * 32 + lane];
     }
@@ -222,7 +222,7 @@ struct Filter {
     const uint32_t to_values = sm90::shared_address(shared.entries.values);
     const uint32_t to_ids = sm90::shared_address(shared.entries.ids);
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
+    for (int i = 0; i < kEntriesPerLane; ++i) {
       const unsigned in_list = i * 32 + lane;
       if (in_list < listed) {
         const int id = static_cast<int>(entries[i].y);
@@ -246,7 +246,7 @@ struct Filter {
       Piece pieces[kStepPieces];
 #pragma unroll
       for (int i = 0; i < kStepPieces; ++i) pieces[i] = load_inside(first + i * kPiece);
-      const Above<kEntries> above(pieces, bar);
+      const Above<kEntries> above(pieces, threshold);
       const unsigned to_lane = sum_to_lane(above.all());
       const uint2 sums = selector.sum_warps(__shfl_sync(~0u, to_lane, 31));
       if (count + sums.y > Shape::kHeld) return false;
@@ -254,7 +254,7 @@ struct Filter {
 #pragma unroll
       for (int i = 0; i < kEntries; ++i) {
         const float value = pieces[i / kPiece].values[i % kPiece];
-        if (value > bar) {
+        if (value > threshold) {
           store_shared(to_values + (place + above[i]) * unsigned{sizeof(T)}, T(value));
           store_shared(to_ids + (place + above[i]) * unsigned{sizeof(int)}, first + i);
         }
@@ -268,7 +268,7 @@ struct Filter {
   __device__ __forceinline__ void forget_guess() {
     step = count = 0;
     low = 0;
-    bar = -INFINITY;
+    threshold = -INFINITY;
   }
 
   __device__ __forceinline__ void load_keys(Keys& keys, int pieces) const {

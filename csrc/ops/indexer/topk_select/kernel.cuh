@@ -3,7 +3,7 @@
 // No warp specialization: all warps of a CTA take each step together. A cluster of CTAs takes one row, and each CTA a
 // run of its columns:
 //
-//   sample   guess a threshold (`bar`) that the selected entries will exceed
+//   sample   guess a threshold that the selected entries will exceed
 //   filter   every entry above the threshold becomes a candidate, in id order
 //   cut      when there is no room for more candidates, keep the best topk and raise the threshold to the last of them
 //   select   write the best topk of all CTAs' candidates
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   const int kept = selector.keep(
       bits, pieces, [&](int i) { return T(value_of(keys[i])); },
       [&](int i) { return first + i / kPiece * kWarpPiece + i % kPiece; });
-  if (selection.bar <= kZeroKey) {
+  if (selection.threshold <= kZeroKey) {
     // Keys have lost the sign of zeros.
     __syncthreads();
     T* values = shared.entries.values;
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     const unsigned bits = selector.kept_bits(keys, pieces, selection, ctas);
     filter.count = selector.keep_in_place(bits, pieces);
     if (read_all) break;
-    filter.bar = bar_of(selection.bar);
+    filter.threshold = threshold_of(selection.threshold);
   }
   write_row<T>(p, selector, row, filter.count);
 }

@@ -8,9 +8,9 @@
 
 namespace dsa::topk_select {
 
-// What is kept: all keys above `bar`, and the first `ties` keys equal to it.
+// What is kept: all keys above `threshold`, and the first `ties` keys equal to it.
 struct Selection {
-  unsigned bar, ties;
+  unsigned threshold, ties;
 };
 
 // Where a search begins: the first digit of a key is (key - low) >> shift. If that leaves out higher keys, `keys` is
@@ -49,14 +49,14 @@ class PieceCounts {
       before_[i] -= counts[i];
     }
   }
-  __device__ __forceinline__ unsigned of_warp() const {
+  __device__ __forceinline__ unsigned warp_total() const {
     unsigned sum = 0;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) sum = __dp4a(total_[i], 0x01010101u, sum);
     return sum;
   }
   __device__ __forceinline__ unsigned before_lane(int piece) const { return piece_of(before_, piece); }
-  __device__ __forceinline__ unsigned of_piece(int piece) const { return piece_of(total_, piece); }
+  __device__ __forceinline__ unsigned piece_total(int piece) const { return piece_of(total_, piece); }
 };
 
 // The position of a thread's first held entry among a CTA's, whose warps hold `pieces` pieces each.
@@ -78,8 +78,8 @@ struct Selector {
 
   static __device__ __forceinline__ void clear(Histogram<Shape>& histogram) {
 #pragma unroll
-    for (int i = 0; i < Shape::kBinsOfThread / 4; ++i) {
-      reinterpret_cast<uint4*>(histogram.bins)[thread_index() * (Shape::kBinsOfThread / 4) + i] = {};
+    for (int i = 0; i < Shape::kBinsPerThread / 4; ++i) {
+      reinterpret_cast<uint4*>(histogram.bins)[thread_index() * (Shape::kBinsPerThread / 4) + i] = {};
     }
   }
 
@@ -92,9 +92,9 @@ struct Selector {
   }
 
   // Sums a count that is the same in all lanes of a warp: over earlier warps, and over all. Synchronizes the CTA.
-  __device__ __forceinline__ uint2 sum_warps(unsigned of_warp) {
+  __device__ __forceinline__ uint2 sum_warps(unsigned warp_count) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    if (lane == 0) shared.warp_counts[counts_turn][warp] = of_warp;
+    if (lane == 0) shared.warp_counts[counts_turn][warp] = warp_count;
     __syncthreads();
     const unsigned count = lane < Shape::kWarps ? shared.warp_counts[counts_turn][lane] : 0;
     counts_turn ^= 1;
@@ -102,13 +102,13 @@ struct Selector {
   }
 
   // Sums a count that is the same in all threads of a CTA: over earlier CTAs, and over all. Synchronizes the cluster.
-  __device__ __forceinline__ uint2 sum_ctas(unsigned of_cta, int ctas) {
-    if (ctas == 1) return {0, of_cta};
+  __device__ __forceinline__ uint2 sum_ctas(unsigned cta_count, int ctas) {
+    if (ctas == 1) return {0, cta_count};
     auto cluster = cooperative_groups::this_cluster();
     const int rank = cluster_rank();
     unsigned* counts = shared.cta_counts[cta_counts_turn];
     cta_counts_turn ^= 1;
-    if (threadIdx.x < ctas) *cluster.map_shared_rank(counts + rank, threadIdx.x) = of_cta;
+    if (threadIdx.x < ctas) *cluster.map_shared_rank(counts + rank, threadIdx.x) = cta_count;
     cluster.sync();
     uint2 sums{};
 #pragma unroll 1
@@ -120,7 +120,7 @@ struct Selector {
   }
 
   // Adds the counts of the cluster's other CTAs for these bins.
-  static __device__ __forceinline__ void add_others(unsigned (&bins)[Shape::kBinsOfThread], const unsigned* mine,
+  static __device__ __forceinline__ void add_others(unsigned (&bins)[Shape::kBinsPerThread], const unsigned* mine,
                                                     int ctas) {
     auto cluster = cooperative_groups::this_cluster();
     const int rank = cluster_rank();
@@ -128,7 +128,7 @@ struct Selector {
     for (int r = 0; r < ctas - 1; ++r) {
       const auto others = reinterpret_cast<const uint4*>(cluster.map_shared_rank(mine, r + (r >= rank)));
 #pragma unroll
-      for (int i = 0; i < Shape::kBinsOfThread / 4; ++i) {
+      for (int i = 0; i < Shape::kBinsPerThread / 4; ++i) {
         const uint4 other = others[i];
         bins[4 * i] += other.x, bins[4 * i + 1] += other.y, bins[4 * i + 2] += other.z, bins[4 * i + 3] += other.w;
       }
@@ -154,10 +154,10 @@ struct Selector {
       sync(ctas);
       // Thread t has the t-th group of bins from the top.
       const unsigned group = Shape::kThreads - 1 - thread;
-      unsigned* group_bins = histogram.bins + group * Shape::kBinsOfThread;
-      unsigned bins[Shape::kBinsOfThread];
+      unsigned* group_bins = histogram.bins + group * Shape::kBinsPerThread;
+      unsigned bins[Shape::kBinsPerThread];
 #pragma unroll
-      for (int i = 0; i < Shape::kBinsOfThread; i += 4) {
+      for (int i = 0; i < Shape::kBinsPerThread; i += 4) {
         *reinterpret_cast<uint4*>(bins + i) = *reinterpret_cast<const uint4*>(group_bins + i);
         if (ctas == 1) *reinterpret_cast<uint4*>(group_bins + i) = {};
       }
@@ -167,10 +167,10 @@ struct Selector {
         clear(shared.histograms[histogram_turn]);
         add_others(bins, group_bins, ctas);
       }
-      unsigned of_group = 0;
+      unsigned group_count = 0;
 #pragma unroll
-      for (int i = 0; i < Shape::kBinsOfThread; ++i) of_group += bins[i];
-      const unsigned to_lane = sum_to_lane(of_group);
+      for (int i = 0; i < Shape::kBinsPerThread; ++i) group_count += bins[i];
+      const unsigned to_lane = sum_to_lane(group_count);
       const uint2 sums = sum_warps(__shfl_sync(~0u, to_lane, 31));
       if (keys_from_low > 0) {
         const unsigned left_out = keys_from_low - sums.y;
@@ -182,18 +182,18 @@ struct Selector {
         }
         wanted -= left_out;
       }
-      unsigned higher = sums.x + to_lane - of_group;
-      if (higher < wanted && (wanted <= higher + of_group || group == 0)) {
-        unsigned bin = Shape::kBinsOfThread - 1, in_bin = bins[bin];
+      unsigned higher = sums.x + to_lane - group_count;
+      if (higher < wanted && (wanted <= higher + group_count || group == 0)) {
+        unsigned bin = Shape::kBinsPerThread - 1, in_bin = bins[bin];
 #pragma unroll
-        for (int next = Shape::kBinsOfThread - 2; next >= 0; --next) {
+        for (int next = Shape::kBinsPerThread - 2; next >= 0; --next) {
           if (higher + in_bin < wanted && bin == unsigned(next + 1)) {
             higher += in_bin;
             in_bin = bins[next];
             bin = next;
           }
         }
-        shared.found = {group * Shape::kBinsOfThread + bin, higher, in_bin};
+        shared.found = {group * Shape::kBinsPerThread + bin, higher, in_bin};
       }
       __syncthreads();
       const Found found = shared.found;
@@ -224,12 +224,12 @@ struct Selector {
 
   // A bit for each key: whether it is kept.
   __device__ __forceinline__ unsigned kept_bits(const Keys& keys, int pieces, Selection selection, int ctas) {
-    unsigned bits = bits_of(keys, pieces, [&](unsigned key) { return key > selection.bar; });
+    unsigned bits = bits_of(keys, pieces, [&](unsigned key) { return key > selection.threshold; });
     if (selection.ties == 0) return bits;
-    const unsigned ties = bits_of(keys, pieces, [&](unsigned key) { return key == selection.bar; });
+    const unsigned ties = bits_of(keys, pieces, [&](unsigned key) { return key == selection.threshold; });
     const PieceCounts<kPieces> counts(ties);
-    const uint2 of_warps = sum_warps(counts.of_warp());
-    unsigned piece_rank = sum_ctas(of_warps.y, ctas).x + of_warps.x;
+    const uint2 warp_sums = sum_warps(counts.warp_total());
+    unsigned piece_rank = sum_ctas(warp_sums.y, ctas).x + warp_sums.x;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       if (piece >= pieces) break;
@@ -238,7 +238,7 @@ struct Selector {
       for (int i = piece * kPiece; i < (piece + 1) * kPiece; ++i) {
         if (ties >> i & 1 && rank++ < selection.ties) bits |= 1u << i;
       }
-      piece_rank += counts.of_piece(piece);
+      piece_rank += counts.piece_total(piece);
     }
     return bits;
   }
@@ -248,12 +248,12 @@ struct Selector {
   template <class Value, class Id>
   __device__ __forceinline__ int keep(unsigned bits, int pieces, Value value, Id id) {
     const PieceCounts<kPieces> counts(bits);
-    const uint2 sums = sum_warps(counts.of_warp());
+    const uint2 sums = sum_warps(counts.warp_total());
     const auto& entries = shared.entries;
     const uint32_t ids = sm90::shared_address(entries.ids), values = sm90::shared_address(entries.values);
-    constexpr unsigned kValuesOfId = sizeof(int) / sizeof(entries.values[0]);
+    constexpr unsigned kValuesPerId = sizeof(int) / sizeof(entries.values[0]);
     for_kept<sizeof(int)>(bits, pieces, sums.x, counts, [&](uint32_t offset, int i) {
-      store_shared(values + offset / kValuesOfId, value(i));
+      store_shared(values + offset / kValuesPerId, value(i));
       store_shared(ids + offset, id(i));
     });
     return sums.y;
@@ -271,7 +271,7 @@ struct Selector {
     using Value = std::remove_all_extents_t<decltype(shared.entries.values)>;
     Held<Value> values[kPieces]{};
     load_held(values, shared.entries.values, pieces);
-    const uint2 sums = sum_warps(counts.of_warp());  // also: all have loaded
+    const uint2 sums = sum_warps(counts.warp_total());  // also: all have loaded
     move(shared.entries.values, values, sums.x);
     Held<int> ids[kPieces]{};
     load_held(ids, shared.entries.ids, pieces);
@@ -308,7 +308,7 @@ struct Selector {
           offset += kSize;
         }
       }
-      first_place += counts.of_piece(piece);
+      first_place += counts.piece_total(piece);
     }
   }
 };

@@ -46,19 +46,19 @@ __device__ __forceinline__ bool is_accurate(float sum) { return sum > 1e-30f && 
 // log2 of the sums of 2^row over the columns, or over the row. Sums whose terms are far from 1 are recomputed relative
 // to their largest term: by the whole warp if any lane has such a sum, but each token keeps its own result.
 template <int kStreams>
-__device__ __forceinline__ void column_sums(const float (&row)[kStreams], float (&of_columns)[kStreams]) {
+__device__ __forceinline__ void column_sums(const float (&row)[kStreams], float (&log_sums)[kStreams]) {
   bool usual = true;
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
     const float sum = over_rows<kStreams>(exp2_fast(row[j]), plus);
-    usual &= is_accurate(sum), of_columns[j] = log2_fast(sum);
+    usual &= is_accurate(sum), log_sums[j] = log2_fast(sum);
   }
   if (__all_sync(~0u, usual)) return;
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
     const float largest = over_rows<kStreams>(row[j], larger);
     const float sum = over_rows<kStreams>(exp2_fast(row[j] - largest), plus);
-    if (!usual) of_columns[j] = largest + log2_fast(sum);
+    if (!usual) log_sums[j] = largest + log2_fast(sum);
   }
 }
 
@@ -84,18 +84,18 @@ __device__ __forceinline__ float row_sum(const float (&row)[kStreams]) {
 template <int kStreams, class Keep>
 __device__ __forceinline__ void normalize(float (&row)[kStreams], int iterations, int lane, Keep&& keep) {
   for (int i = 0; i < iterations; ++i) {
-    float of_columns[kStreams], own = 0.f;
-    column_sums(row, of_columns);
+    float log_sums[kStreams], own = 0.f;
+    column_sums(row, log_sums);
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
-      row[j] -= of_columns[j];
-      if (lane % kStreams == j) own = of_columns[j];
+      row[j] -= log_sums[j];
+      if (lane % kStreams == j) own = log_sums[j];
     }
     keep(2 * i, own);
-    const float of_row = row_sum(row);
+    const float log_sum = row_sum(row);
 #pragma unroll
-    for (float& exponent : row) exponent -= of_row;
-    keep(2 * i + 1, of_row);
+    for (float& exponent : row) exponent -= log_sum;
+    keep(2 * i + 1, log_sum);
   }
 }
 
@@ -108,9 +108,9 @@ __device__ __forceinline__ void normalize_bwd(float (&gradient)[kStreams], float
     float sum = 0.f;
 #pragma unroll
     for (float part : gradient) sum += part;
-    const float of_row = subtracted(2 * i + 1, lane % kStreams);
+    const float log_sum = subtracted(2 * i + 1, lane % kStreams);
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) gradient[j] -= exp2_fast(row[j]) * sum, row[j] += of_row;
+    for (int j = 0; j < kStreams; ++j) gradient[j] -= exp2_fast(row[j]) * sum, row[j] += log_sum;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
       gradient[j] -= exp2_fast(row[j]) * over_rows<kStreams>(gradient[j], plus);
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kRowThreads) mixing_bwd_kernel(const __grid_co
   const int lane = threadIdx.x;
   Row<kStreams> row(p);
   normalize<kStreams>(row.logarithms, p.iterations, lane,
-                      [&](int step, float of_lane) { subtracted[step][lane] = of_lane; });
+                      [&](int step, float log_sum) { subtracted[step][lane] = log_sum; });
   __syncwarp();
   wait_for_preceding_kernel();
   float gradient[kStreams];
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kRowThreads) mixing_bwd_kernel(const __grid_co
     gradient[j] = row.exists ? p.dh_res[row.index * kStreams + j] * exp2_fast(row.logarithms[j]) : 0.f;
   }
   normalize_bwd<kStreams>(gradient, row.logarithms, p.iterations, lane,
-                          [&](int step, int of) { return subtracted[step][lane / kStreams * kStreams + of]; });
+                          [&](int step, int j) { return subtracted[step][lane / kStreams * kStreams + j]; });
   if (!row.exists) return;
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) p.dh_res[row.index * kStreams + j] = gradient[j];
@@ -237,7 +237,7 @@ __device__ __forceinline__ float sums_of_warp(const float (&values)[kValues], in
 template <int kStreams>
 __global__ void __launch_bounds__(kMaxThreads, 2) mhc_post_bwd_kernel(const __grid_constant__ Params p) {
   constexpr int kWeights = kStreams * kStreams, kSums = kWeights + kStreams;
-  __shared__ float of_warps[kMaxThreads / kWarpThreads][kSums];
+  __shared__ float warp_sums[kMaxThreads / kWarpThreads][kSums];
   launch_dependents();
   const int pieces = p.columns / kPieceColumns;
   const int64_t token = blockIdx.x;
@@ -264,27 +264,27 @@ __global__ void __launch_bounds__(kMaxThreads, 2) mhc_post_bwd_kernel(const __gr
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const float2 layer = unpack_bf16(y.words[c]);
-      float2 upstream[kStreams], of_y{};
+      float2 upstream[kStreams], dlayer{};
 #pragma unroll
       for (int i = 0; i < kStreams; ++i) {
         upstream[i] = unpack_bf16(dout[i].words[c]);
         const float h_post = weights.h_post[i];
-        of_y.x = fmaf(h_post, upstream[i].x, of_y.x), of_y.y = fmaf(h_post, upstream[i].y, of_y.y);
+        dlayer.x = fmaf(h_post, upstream[i].x, dlayer.x), dlayer.y = fmaf(h_post, upstream[i].y, dlayer.y);
         products[kWeights + i] = fmaf(upstream[i].x, layer.x, fmaf(upstream[i].y, layer.y, products[kWeights + i]));
       }
-      dy.words[c] = pack_bf16(of_y.x, of_y.y);
+      dy.words[c] = pack_bf16(dlayer.x, dlayer.y);
 #pragma unroll
       for (int j = 0; j < kStreams; ++j) {
         const float2 stream = unpack_bf16(x[j].words[c]);
-        float2 of_x{};
+        float2 dstream{};
 #pragma unroll
         for (int i = 0; i < kStreams; ++i) {
           const float weight = weights.mixing[i][j];
-          of_x.x = fmaf(weight, upstream[i].x, of_x.x), of_x.y = fmaf(weight, upstream[i].y, of_x.y);
+          dstream.x = fmaf(weight, upstream[i].x, dstream.x), dstream.y = fmaf(weight, upstream[i].y, dstream.y);
           float& product = products[i * kStreams + j];
           product = fmaf(upstream[i].x, stream.x, fmaf(upstream[i].y, stream.y, product));
         }
-        x[j].words[c] = pack_bf16(of_x.x, of_x.y);
+        x[j].words[c] = pack_bf16(dstream.x, dstream.y);
       }
     }
 #pragma unroll
@@ -293,12 +293,12 @@ __global__ void __launch_bounds__(kMaxThreads, 2) mhc_post_bwd_kernel(const __gr
     load(piece + blockDim.x);
   }
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
-  const float of_warp = sums_of_warp(products, lane);
-  if (lane < kSums) of_warps[warp][lane] = of_warp;
+  const float warp_sum = sums_of_warp(products, lane);
+  if (lane < kSums) warp_sums[warp][lane] = warp_sum;
   __syncthreads();
   if (threadIdx.x >= kSums) return;
   float sum = 0.f;
-  for (int from = 0; from < blockDim.x / kWarpThreads; ++from) sum += of_warps[from][lane];
+  for (int from = 0; from < blockDim.x / kWarpThreads; ++from) sum += warp_sums[from][lane];
   if (lane < kWeights) {
     p.dh_res[token * kWeights + lane] = sum;
   } else {

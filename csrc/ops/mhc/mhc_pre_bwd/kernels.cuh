@@ -53,7 +53,7 @@ struct Shape {
 // After a row of dh_mix, scratch has room for 4 numbers: h_pre after the rounded part, and the factor of x after the
 // remainder.
 template <int kStreams>
-__device__ __forceinline__ float* behind(__nv_bfloat16* row) {
+__device__ __forceinline__ float* padding_after_row(__nv_bfloat16* row) {
   return reinterpret_cast<float*>(row + Shape<kStreams>::kSteps * 16);
 }
 
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
   constexpr int kMixed = Shape<kStreams>::kMixed, kPitch = Shape<kStreams>::kPitch;
   constexpr int kTokenWarps = kTokenThreads / kWarpThreads;
   launch_dependents();
-  __shared__ float of_warps[kTokenWarps][kStreams];
+  __shared__ float warp_sums[kTokenWarps][kStreams];
   const int64_t token = blockIdx.x;
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, pieces = p.columns / kPieceColumns;
   auto* g_high = static_cast<__nv_bfloat16*>(p.dh_mix) + token * kPitch;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
 #pragma unroll
   for (int i = 0; i < kStreams; ++i) {
     const float sum = sum_of_warp(sums[i]);
-    if (lane == 0) of_warps[warp][i] = sum;
+    if (lane == 0) warp_sums[warp][i] = sum;
   }
   __syncthreads();
   if (warp > 0) return;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
   if (lane < kMixed) {
     const int part = lane < kStreams ? 0 : lane < 2 * kStreams ? 1 : 2;
     if (part == 0) {
-      for (const auto& of_warp : of_warps) dsum += of_warp[lane];
+      for (const auto& stream_sums : warp_sums) dsum += stream_sums[lane];
       const float share = p.h_pre[token * kStreams + lane] - p.eps;
       dsum *= share * (1.f - share);
     } else if (part == 1) {
@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
     along = dmixed * mix;
   }
   along = sum_of_warp(along);
-  if (lane < kStreams) behind<kStreams>(g_high)[lane] = p.h_pre[token * kStreams + lane];
-  if (lane == 0) behind<kStreams>(g_low)[0] = along * inv_rms * inv_rms * inv_rms / (kStreams * p.columns);
+  if (lane < kStreams) padding_after_row<kStreams>(g_high)[lane] = p.h_pre[token * kStreams + lane];
+  if (lane == 0) padding_after_row<kStreams>(g_low)[0] = along * inv_rms * inv_rms * inv_rms / (kStreams * p.columns);
   if (lane >= Shape<kStreams>::kSteps * 16) return;
   const float dh_mix = dmixed * inv_rms;  // 0 in the padding after row kMixed
   const __nv_bfloat16 high = __float2bfloat16_rn(dh_mix);
@@ -287,16 +287,16 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int t = first + row + 8 * half;
-        const float h_pre = behind<kStreams>(stage.dh_mix[0] + t * kPitch)[stream];
-        const float factor = behind<kStreams>(stage.dh_mix[1] + t * kPitch)[0];
+        const float h_pre = padding_after_row<kStreams>(stage.dh_mix[0] + t * kPitch)[stream];
+        const float factor = padding_after_row<kStreams>(stage.dh_mix[1] + t * kPitch)[0];
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
           const int place = swizzled_offset(t, first_piece + group) + column * 2;
-          const float2 of_x = unpack_bf16(*reinterpret_cast<const uint32_t*>(x_tile + place));
+          const float2 x_pair = unpack_bf16(*reinterpret_cast<const uint32_t*>(x_tile + place));
           const float2 upstream = unpack_bf16(*reinterpret_cast<const uint32_t*>(dh_in_tile + place));
           dx[half][group] =
-              pack_bf16(fmaf(gamma[group].x, dv[group][2 * half], fmaf(h_pre, upstream.x, -factor * of_x.x)),
-                        fmaf(gamma[group].y, dv[group][2 * half + 1], fmaf(h_pre, upstream.y, -factor * of_x.y)));
+              pack_bf16(fmaf(gamma[group].x, dv[group][2 * half], fmaf(h_pre, upstream.x, -factor * x_pair.x)),
+                        fmaf(gamma[group].y, dv[group][2 * half + 1], fmaf(h_pre, upstream.y, -factor * x_pair.y)));
         }
       }
       __syncwarp();  // all lanes have read what is overwritten next
@@ -330,12 +330,12 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
 
 // Sum over a CTA, in a fixed order; only the first thread gets it.
 __device__ __forceinline__ float sum_of_cta(float value) {
-  __shared__ float of_warps[kReduceThreads / kWarpThreads];
+  __shared__ float warp_sums[kReduceThreads / kWarpThreads];
   value = sum_of_warp(value);
-  if (threadIdx.x % kWarpThreads == 0) of_warps[threadIdx.x / kWarpThreads] = value;
+  if (threadIdx.x % kWarpThreads == 0) warp_sums[threadIdx.x / kWarpThreads] = value;
   __syncthreads();
   float sum = 0.f;
-  for (float of_warp : of_warps) sum += of_warp;
+  for (float warp_sum : warp_sums) sum += warp_sum;
   return sum;
 }
 
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_con
   const int64_t columns = int64_t{kStreams} * p.columns;
   const int job = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x - kMixed - 3);
   if (job < 0) {
-    __shared__ float of_gamma[kReduceParts][kReduceColumns];
+    __shared__ float partial_dgamma[kReduceParts][kReduceColumns];
     const int own = threadIdx.x % kReduceColumns, part = threadIdx.x / kReduceColumns;
     const int64_t column = int64_t{blockIdx.x} * kReduceColumns + own;
     if (column < columns) {
@@ -366,13 +366,13 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_con
         p.dphi[place] = gamma * sums[i];
         dgamma = fmaf(p.phi[place], sums[i], dgamma);
       }
-      of_gamma[part][own] = dgamma;
+      partial_dgamma[part][own] = dgamma;
     }
     __syncthreads();
     if (p.gamma == nullptr || part > 0 || column >= columns) return;
     float dgamma = 0.f;
 #pragma unroll
-    for (const auto& of_part : of_gamma) dgamma += of_part[own];
+    for (const auto& partial : partial_dgamma) dgamma += partial[own];
     p.dgamma[column] = dgamma;
     return;
   }

@@ -48,8 +48,8 @@ static_assert(2 * kMultiplyRegisters + kWeighRegisters + kOtherRegisters <= 4 * 
 template <int kStreams_>
 struct Shape {
   static constexpr int kStreams = kStreams_;
-  static constexpr int kWarpsOfStream = kMultiplyWarps / kStreams;
-  static constexpr int kSteps = kChunk / 16 / kWarpsOfStream;  // of 16 columns, per chunk
+  static constexpr int kWarpsPerStream = kMultiplyWarps / kStreams;
+  static constexpr int kSteps = kChunk / 16 / kWarpsPerStream;  // of 16 columns, per chunk
   static constexpr int kMixed = kStreams * kStreams + 2 * kStreams;
   static constexpr int kGroups = kMixed / 8;  // of 8 columns of a product
   static constexpr int kSums = kMixed + 1;    // per token: products with phi's rows, and the sum of squares
@@ -101,8 +101,8 @@ __device__ __forceinline__ void load_weights(Weights<S> (&weights)[kChunks][S::k
                                              const Work& work, int warp, int lane) {
   constexpr int kLoads = 2 * S::kGroups;
   const int64_t flat_columns = int64_t{S::kStreams} * p.columns;
-  const int64_t column = warp / S::kWarpsOfStream * p.columns + work.first_chunk * kChunk +
-                         warp % S::kWarpsOfStream * S::kSteps * 16 + lane % 8 * 2;
+  const int64_t column = warp / S::kWarpsPerStream * p.columns + work.first_chunk * kChunk +
+                         warp % S::kWarpsPerStream * S::kSteps * 16 + lane % 8 * 2;
   const auto place = [&](int chunk, int step) { return min(chunk, work.chunks - 1) * kChunk + step * 16; };
   float2 pairs[kChunks][S::kSteps][kLoads];
 #pragma unroll
@@ -247,7 +247,7 @@ __device__ __forceinline__ void multiply_tile(const __nv_bfloat16 (&tile)[kChunk
                                               uint64_t (&full)[kChunks], uint32_t parity,
                                               const Weights<S> (&weights)[kChunks][S::kSteps], int chunks,
                                               float (&sums)[kTokens][S::kPitch], int warp, int lane) {
-  const int stream = warp / S::kWarpsOfStream, first_piece = warp % S::kWarpsOfStream * S::kSteps * 2;
+  const int stream = warp / S::kWarpsPerStream, first_piece = warp % S::kWarpsPerStream * S::kSteps * 2;
   float products[S::kGroups][4] = {}, squares[2] = {};
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -272,15 +272,15 @@ __device__ __forceinline__ void multiply_tile(const __nv_bfloat16 (&tile)[kChunk
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float* const of_token = sums[lane / 4 + 8 * half];
+    float* const token_sums = sums[lane / 4 + 8 * half];
 #pragma unroll
     for (int group = 0; group < S::kGroups; ++group) {
-      *reinterpret_cast<float2*>(of_token + group * 8 + lane % 4 * 2) = {products[group][2 * half],
-                                                                         products[group][2 * half + 1]};
+      *reinterpret_cast<float2*>(token_sums + group * 8 + lane % 4 * 2) = {products[group][2 * half],
+                                                                           products[group][2 * half + 1]};
     }
     squares[half] += __shfl_xor_sync(~0u, squares[half], 1);
     squares[half] += __shfl_xor_sync(~0u, squares[half], 2);
-    if (lane % 4 == 0) of_token[S::kMixed] = squares[half];
+    if (lane % 4 == 0) token_sums[S::kMixed] = squares[half];
   }
 }
 
@@ -343,12 +343,12 @@ __device__ __forceinline__ void weigh_tiles(SharedStorage<S, kChunks>& shared, c
   const int warp = thread / kWarpThreads, lane = thread % kWarpThreads;
   Ring<kStages> ring;
   for (int i = 0; i < work.tiles; ++i) {
-    constexpr int kOfWarp = kTokens / kWeighWarps;
-    const float gates = receive(shared.h_pre[ring.slot][warp * kOfWarp], kOfWarp * S::kStreams, lane);
+    constexpr int kTokensPerWarp = kTokens / kWeighWarps;
+    const float gates = receive(shared.h_pre[ring.slot][warp * kTokensPerWarp], kTokensPerWarp * S::kStreams, lane);
     float h_pre[S::kStreams];
 #pragma unroll
     for (int stream = 0; stream < S::kStreams; ++stream) {
-      h_pre[stream] = __shfl_sync(~0u, gates, t % kOfWarp * S::kStreams + stream);
+      h_pre[stream] = __shfl_sync(~0u, gates, t % kTokensPerWarp * S::kStreams + stream);
     }
     const int64_t token = int64_t{work.first_token(i)} + t;
     const char* const place = reinterpret_cast<const char*>(shared.x[ring.slot]) + swizzled_offset(t, piece);

@@ -7,7 +7,7 @@
 #include "sm90/launch.h"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/programmatic.cuh"
-#include "sm90/scatter.cuh"
+#include "tiles/scatter.cuh"
 
 namespace dsa::key_sums {
 namespace {
@@ -20,10 +20,10 @@ unsigned blocks_of(int64_t items, int per_block) { return unsigned((items + per_
 __global__ void __launch_bounds__(kThreads) round_sums_kernel(const __grid_constant__ Params p, int64_t pieces) {
   const int64_t piece = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (piece >= pieces) return;
-  const int first = piece * kColumns % sm90::kScatterColumns;
+  const int first = piece * kColumns % tiles::kScatterColumns;
   const float* g_sums = p.sums + piece * kColumns - first;
   const auto pair = [&](int i) {
-    return sm90::pack_bf16(g_sums[sm90::summed_place(first + i)], g_sums[sm90::summed_place(first + i + 1)]);
+    return sm90::pack_bf16(g_sums[tiles::summed_place(first + i)], g_sums[tiles::summed_place(first + i + 1)]);
   };
   static_cast<uint4*>(p.result)[piece] = {pair(0), pair(2), pair(4), pair(6)};
 }
@@ -115,12 +115,12 @@ __device__ __forceinline__ void sum_key(const Params& p, int64_t key, int piece,
   if (!is_first) sums = {g_sums[0], g_sums[1]};
   add(sums);
   if (!is_last) return sums.store(g_sums);
-  const int place = piece * kColumns % sm90::kScatterColumns;
+  const int place = piece * kColumns % tiles::kScatterColumns;
   uint32_t* g_key = static_cast<uint32_t*>(p.result) + (key * p.columns + piece * kColumns - place) / 2;
-  g_key[sm90::stored_column(place) / 2] = sm90::pack_bf16(sums.low.x, sums.low.y);
-  g_key[sm90::stored_column(place + 2) / 2] = sm90::pack_bf16(sums.low.z, sums.low.w);
-  g_key[sm90::stored_column(place + 4) / 2] = sm90::pack_bf16(sums.high.x, sums.high.y);
-  g_key[sm90::stored_column(place + 6) / 2] = sm90::pack_bf16(sums.high.z, sums.high.w);
+  g_key[tiles::stored_column(place) / 2] = sm90::pack_bf16(sums.low.x, sums.low.y);
+  g_key[tiles::stored_column(place + 2) / 2] = sm90::pack_bf16(sums.low.z, sums.low.w);
+  g_key[tiles::stored_column(place + 4) / 2] = sm90::pack_bf16(sums.high.x, sums.high.y);
+  g_key[tiles::stored_column(place + 6) / 2] = sm90::pack_bf16(sums.high.z, sums.high.w);
 }
 
 // Whether a key has so many rows that they are added up in parts.

@@ -21,18 +21,20 @@
 
 #include "config.h"
 #include "params.h"
-#include "sm90/gather.cuh"
 #include "sm90/math.cuh"
 #include "sm90/mbarrier.cuh"
-#include "sm90/mma.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
+#include "tiles/accumulators.cuh"
+#include "tiles/gather.cuh"
+#include "tiles/mma.cuh"
+#include "tiles/softmax.cuh"
 
 namespace dsa::listed_keys {
 
-using namespace dsa::sm90;
+using namespace dsa::tiles;
 
-static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == sm90::kChunkColumns);
+static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == tiles::kChunkColumns);
 
 // exp(scale * score - lse): the attention probability of a key.
 struct Attention {
@@ -41,7 +43,7 @@ struct Attention {
   float scale;
 
   __device__ __forceinline__ explicit Attention(const Params& p) : scale(p.sm_scale * kLog2E) {}
-  static __device__ __forceinline__ float of_head(float lse) { return base_of_lse(lse); }
+  static __device__ __forceinline__ float head_factor(float lse) { return base_of_lse(lse); }
   __device__ __forceinline__ float add(float sum, float score, float base) const {
     return sum + exp2_fast(fmaf(score, scale, base));
   }
@@ -53,7 +55,7 @@ struct Indexer {
   static constexpr bool kPartial = false;
 
   __device__ __forceinline__ explicit Indexer(const Params&) {}
-  static __device__ __forceinline__ float of_head(float weight) { return weight; }
+  static __device__ __forceinline__ float head_factor(float weight) { return weight; }
   __device__ __forceinline__ float add(float sum, float score, float weight) const {
     return fmaf(relu(score), weight, sum);
   }
@@ -179,9 +181,6 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
   }
 }
 
-// The head of a lane's accumulator column.
-__device__ __forceinline__ int head_of(int column, int lane) { return column / 2 * 8 + lane % 4 * 2 + column % 2; }
-
 // Adds what the heads give to a lane's two keys; with two blocks of heads, to each or to both together.
 template <Config kC, class Scores, class Function, int kBlocks>
 __device__ __forceinline__ void add_heads(const Scores& r_s, const Function& function,
@@ -194,7 +193,7 @@ __device__ __forceinline__ void add_heads(const Scores& r_s, const Function& fun
     float& sum = sums[first_head / kBlockHeads][i / 2 % 2];
     const float with_head = function.add(sum, r_s(i), head_factors[c]);
     // A missing head has Q = 0, and 0 times a key that is not finite is NaN.
-    sum = !Function::kPartial || head_of(c, lane) < group_heads ? with_head : sum;
+    sum = !Function::kPartial || column_in_row(c, lane) < group_heads ? with_head : sum;
   }
   if (kBlocks == 2 && !per_head_block) {
     sums[0][0] += sums[1][0];
@@ -210,8 +209,9 @@ __device__ __forceinline__ void load_head_factors(const Params& p, const Item& i
 #pragma unroll
   for (int c = 0; c < kC.heads / 4; ++c) {
     head_factors[c] =
-        head_of(c, lane) < group_heads
-            ? function.of_head(g_factors[(item.group * group_heads + head_of(c, lane)) * p.head_factors_stride_h])
+        column_in_row(c, lane) < group_heads
+            ? function.head_factor(
+                  g_factors[(item.group * group_heads + column_in_row(c, lane)) * p.head_factors_stride_h])
             : Function::kNoHead;
   }
 }
@@ -235,8 +235,8 @@ __device__ __forceinline__ void divide_row(SharedStorage<kC>& shared, const Para
       sync_warpgroup<2>();
     }
     float sum = 0.f;
-    for (const auto& of_warps : shared.sums[item_count % 2]) {
-      for (float of_warp : of_warps) sum += of_warp;
+    for (const auto& warp_sums : shared.sums[item_count % 2]) {
+      for (float warp_sum : warp_sums) sum += warp_sum;
     }
     sum = fmaxf(sum, 1e-10f);
     float* g_row = item.row(p, 0);

@@ -42,9 +42,9 @@ struct Plan {
 };
 
 constexpr Plan plan_items(int64_t items, int topk, int num_sms) {
-  constexpr int kTilesOfPart = 2;  // at least, to pay for a CTA's start
+  constexpr int kTilesPerPart = 2;  // at least, to pay for a CTA's start
   const int rest = static_cast<int>(items % num_sms), tiles = (topk + kBlockK - 1) / kBlockK;
-  const int parts = rest == 0 ? 1 : std::min(num_sms / rest, tiles / kTilesOfPart);
+  const int parts = rest == 0 ? 1 : std::min(num_sms / rest, tiles / kTilesPerPart);
   return parts > 1 ? Plan{items - rest, parts} : Plan{items, 1};
 }
 

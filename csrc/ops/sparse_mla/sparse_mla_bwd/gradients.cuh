@@ -5,10 +5,45 @@
 
 #include "key_gradients.cuh"
 #include "sm90/matrix_copy.cuh"
+#include "sm90/memory.cuh"
 #include "sm90/registers.cuh"
 #include "sm90/tma.cuh"
+#include "tiles/accumulators.cuh"
+#include "tiles/visibility.cuh"
 
 namespace dsa::sparse_mla_bwd {
+
+// dQ of one half of the columns, and the tail: as a part of its sum, or through the shared memory of the last tile and
+// by TMA to global memory.
+template <Config kC, bool kBack, class Sums, class TailSums>
+__device__ __forceinline__ void store_dq(SharedStorage<kC>& shared, const Sums& r_dq, const TailSums& r_dq_tail,
+                                         const CUtensorMap& dq_map, int thread) {
+  constexpr int kFirst = kBack ? kHalfChunks : 0, kBarrier = kBack ? kBackBarrier : kFrontBarrier;
+  constexpr bool kTail = !kBack && has_tail(kC);
+  const auto chunk = [&](Bf16* first, int i) { return SharedStorage<kC>::chunk(first, i); };
+  if (float* g_part = shared.place.g_dq_part) {
+    store_accumulators_to_global(g_part + kFirst * kChunkColumns, kC.d_qk, r_dq, recomputed(thread));
+    if constexpr (kTail) store_accumulators_to_global(g_part + kC.d_v, kC.d_qk, r_dq_tail, recomputed(thread));
+    return;
+  }
+  // Into the shared memory of the last tile, and from there by TMA to global memory.
+  store_accumulators<kHalfChunks * kChunkColumns>(shared_address(chunk(shared.keys, kFirst)), r_dq, thread);
+  if constexpr (kTail)
+    store_accumulators<kChunkColumns>(shared_address(chunk(shared.keys, kTailChunk)), r_dq_tail, thread);
+  fence_async_proxy();
+  sync_warpgroup<kBarrier>();
+  if (thread == 0) {
+    HeadTile at = shared.place.heads;
+    const auto store = [&](int c) {
+      at.column = c * kChunkColumns;
+      tma_store(&dq_map, chunk(shared.keys, c), at);
+    };
+#pragma unroll 1
+    for (int c = kFirst; c < kFirst + kHalfChunks; ++c) store(c);
+    if (kTail) store(kTailChunk);
+    tma_store_commit();
+  }
+}
 
 template <Config kC, bool kBack, bool kDeterministic>
 __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& dq_map,
@@ -63,33 +98,8 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   const auto prefetch_sums = [&](int j) {
     if (kBack || kDeterministic || !p.prefetch_sums || thread >= kBlockK) return;
     const int id = ids[j % kIdSlots][thread];
-    if (id >= 0) prefetch_to_l2(shared.place.g_sums + int64_t{id} * (p.groups * kC.d_qk), kC.d_qk * sizeof(float));
+    if (id >= 0) prefetch_l2(shared.place.g_sums + int64_t{id} * (p.groups * kC.d_qk), kC.d_qk * sizeof(float));
   };
-  const auto store_dq = [&] {
-    if (float* g_part = shared.place.g_dq_part) {
-      store_accumulators_to_global(g_part + kFirst * kChunkColumns, kC.d_qk, r_dq, recomputed(thread));
-      if constexpr (kTail) store_accumulators_to_global(g_part + kC.d_v, kC.d_qk, r_dq_tail, recomputed(thread));
-      return;
-    }
-    // Into the shared memory of the last tile, and from there by TMA to global memory.
-    store_accumulators<kHalfChunks * kChunkColumns>(shared_address(chunk(shared.keys, kFirst)), r_dq, thread);
-    if constexpr (kTail)
-      store_accumulators<kChunkColumns>(shared_address(chunk(shared.keys, kTailChunk)), r_dq_tail, thread);
-    fence_async_proxy();
-    sync_warpgroup<kBarrier>();
-    if (thread == 0) {
-      HeadTile at = shared.place.heads;
-      const auto store = [&](int c) {
-        at.column = c * kChunkColumns;
-        tma_store(&dq_map, chunk(shared.keys, c), at);
-      };
-#pragma unroll 1
-      for (int c = kFirst; c < kFirst + kHalfChunks; ++c) store(c);
-      if (kTail) store(kTailChunk);
-      tma_store_commit();
-    }
-  };
-
   ids[thread / kBlockK][thread % kBlockK] = id_of_slot(thread / kBlockK, thread % kBlockK);
   sync_warpgroup<kBarrier>();
   feed(0);
@@ -108,11 +118,9 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
       warpgroup_fence_operand(r_dq);
       if constexpr (kTail) warpgroup_fence_operand(r_dq_tail);
       warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < size<2>(r_ds); ++k) gemm(dq_mma, r_ds(_, _, k), r_k(_, _, k), r_dq);
+      multiply_add(dq_mma, r_ds, r_k, r_dq);
       if constexpr (kTail) {
-#pragma unroll
-        for (int k = 0; k < size<2>(r_ds); ++k) gemm(tail_mma, r_ds_tail(_, _, k), r_k_tail(_, _, k), r_dq_tail);
+        multiply_add(tail_mma, r_ds_tail, r_k_tail, r_dq_tail);
       }
       warpgroup_commit_batch();
       later_id = id_of_slot(j + 2, thread % kBlockK);
@@ -124,7 +132,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     }
     sync_warpgroup<kBarrier>();
     if (last) {
-      store_dq();
+      store_dq<kC, kBack>(shared, r_dq, r_dq_tail, dq_map, thread);
     } else {
       feed(j + 1);
     }

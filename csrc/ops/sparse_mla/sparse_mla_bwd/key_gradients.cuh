@@ -1,8 +1,8 @@
 // Each warpgroup's columns of dkv.
 #pragma once
 
-#include "sm90/scatter.cuh"
 #include "storage.cuh"
+#include "tiles/scatter.cuh"
 
 namespace dsa::sparse_mla_bwd {
 
@@ -37,16 +37,10 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
     Tensor r_q = columns_of(shared.q);
     warpgroup_fence_operand(r_dkv);
     warpgroup_arrive();
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-    for (int k = 0; k < size<2>(r_ds); ++k) {
-      gemm(mma, r_ds(_, _, k), r_q(_, _, k), r_dkv);
-      mma.accumulate_ = GMMA::ScaleOut::One;
-    }
+    multiply(mma, r_ds, r_q, r_dkv);
     if (column < kC.d_v) {
       Tensor r_do = columns_of(shared.dout);
-#pragma unroll
-      for (int k = 0; k < size<2>(r_p); ++k) gemm(mma, r_p(_, _, k), r_do(_, _, k), r_dkv);
+      multiply_add(mma, r_p, r_do, r_dkv);
     }
     warpgroup_commit_batch();
     warpgroup_wait<0>();

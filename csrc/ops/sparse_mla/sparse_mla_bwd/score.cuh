@@ -5,13 +5,16 @@
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/registers.cuh"
+#include "tiles/accumulators.cuh"
+#include "tiles/softmax.cuh"
+#include "tiles/visibility.cuh"
 
 namespace dsa::sparse_mla_bwd {
 
 // A row of O, distributed over a quad of lanes.
 template <Config kC>
 struct OutputRow {
-  static constexpr int kQuad = 4, kPieces = kC.d_v / 8 / kQuad, kPiecesOfChunk = kChunkColumns / 8;
+  static constexpr int kQuad = 4, kPieces = kC.d_v / 8 / kQuad, kPiecesPerChunk = kChunkColumns / 8;
   uint4 pieces[kPieces];
 
   __device__ __forceinline__ OutputRow(const Params& p, const Item& item, int head, int lane) {
@@ -26,8 +29,8 @@ struct OutputRow {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int piece = kQuad * i + lane % kQuad;
-      const char* chunk = reinterpret_cast<const char*>(shared.dout + piece / kPiecesOfChunk * kChunkElements);
-      const uint4 dout = *reinterpret_cast<const uint4*>(chunk + swizzled_offset(head, piece % kPiecesOfChunk));
+      const char* chunk = reinterpret_cast<const char*>(shared.dout + piece / kPiecesPerChunk * kChunkElements);
+      const uint4 dout = *reinterpret_cast<const uint4*>(chunk + swizzled_offset(head, piece % kPiecesPerChunk));
       sum += dot_bf16(pieces[i].x, dout.x) + dot_bf16(pieces[i].y, dout.y) + dot_bf16(pieces[i].z, dout.z) +
              dot_bf16(pieces[i].w, dout.w);
     }
@@ -70,12 +73,7 @@ __device__ __forceinline__ void multiply_rows(Bf16 (&a)[kSizeA], Bf16 (&b)[kSize
   Tensor s_b = make_tensor(make_smem_ptr(b), RowsByColumns<kColumns>{});
   Tensor r_a = mma.get_slice(thread).partition_fragment_A(s_a);
   Tensor r_b = mma.get_slice(thread).partition_fragment_B(s_b);
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-  for (int k = 0; k < size<2>(r_a); ++k) {
-    gemm(mma, r_a(_, _, k), r_b(_, _, k), r_product);
-    mma.accumulate_ = GMMA::ScaleOut::One;
-  }
+  multiply(mma, r_a, r_b, r_product);
   warpgroup_commit_batch();
 }
 

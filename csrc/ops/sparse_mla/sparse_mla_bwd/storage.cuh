@@ -5,16 +5,16 @@
 
 #include "config.h"
 #include "params.h"
-#include "sm90/gather.cuh"
 #include "sm90/mbarrier.cuh"
-#include "sm90/mma.cuh"
-#include "sm90/scatter.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
+#include "tiles/gather.cuh"
+#include "tiles/mma.cuh"
+#include "tiles/scatter.cuh"
 
 namespace dsa::sparse_mla_bwd {
 
-using namespace dsa::sm90;
+using namespace dsa::tiles;
 
 // The front warpgroup gathers and accumulates chunks 0..3 of 64 columns and the tail, chunk 8; the back one 4..7.
 inline constexpr int kHalfChunks = 4, kValueChunks = 8, kTailChunk = 8;

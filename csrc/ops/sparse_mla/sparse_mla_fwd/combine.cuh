@@ -4,6 +4,7 @@
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "storage.cuh"
+#include "tiles/softmax.cuh"
 
 namespace dsa::sparse_mla_fwd {
 
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   const uint2 packed = {sm90::pack_bf16(out.x * scale, out.y * scale), sm90::pack_bf16(out.z * scale, out.w * scale)};
   *reinterpret_cast<uint2*>(static_cast<char*>(p.out) + (row * p.d_v + column) * 2) = packed;
   if (threadIdx.x == 0) {
-    p.lse[row] = empty ? -INFINITY : sm90::log_of_sum(top, sm90::log2_fast(sum) * sm90::kLn2);
+    p.lse[row] = empty ? -INFINITY : tiles::log_of_sum(top, sm90::log2_fast(sum) * sm90::kLn2);
   }
 }
 

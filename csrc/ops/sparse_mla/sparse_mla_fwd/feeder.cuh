@@ -1,6 +1,7 @@
 // The producer side of the ring: loads Q and the gathered keys.
 #pragma once
 
+#include "sm90/memory.cuh"
 #include "sm90/tma.cuh"
 #include "storage.cuh"
 

@@ -19,6 +19,7 @@
 #include "output.cuh"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
+#include "tiles/accumulators.cuh"
 
 namespace dsa::sparse_mla_fwd {
 
@@ -35,6 +36,63 @@ __device__ __forceinline__ void store_transposed(uint32_t chunk, const Accumulat
   }
 }
 
+// Raises the running maxima of all heads to those over the warpgroup. Called by all its threads.
+template <Config kC, int kColumns>
+__device__ __forceinline__ void raise_maxima(SharedStorage<kC>& shared, float (&top)[kColumns],
+                                             float (&column_max)[kColumns], float (&column_sum)[kColumns],
+                                             int (&exponents)[kColumns], int thread) {
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const auto head = [&](int c) { return column_in_row(c, lane); };
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int lanes = 4; lanes < kWarpThreads; lanes *= 2) {
+      top[c] = fmaxf(top[c], __shfl_xor_sync(~0u, top[c], lanes));
+    }
+    if (lane < 4) shared.q.columns[warp][head(c)] = top[c];
+  }
+  sync_warpgroup<kScoreBarrier>();
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    float all = shared.q.columns[0][head(c)];
+#pragma unroll
+    for (int w = 1; w < kWarpsPerWarpgroup; ++w) all = fmaxf(all, shared.q.columns[w][head(c)]);
+    all = raised_max(column_max[c], all);
+    exponents[c] = rescale_bits(column_max[c], all);
+    column_sum[c] *= power_of_two(exponents[c]);
+    column_max[c] = all;
+  }
+  sync_warpgroup<kScoreBarrier>();
+}
+
+// Sums over the warpgroup's keys, and what becomes of each head at the end of an item.
+template <Config kC, int kColumns>
+__device__ __forceinline__ void finish_heads(SharedStorage<kC>& shared, const KernelParams& p, int index, int slot,
+                                             const float (&column_max)[kColumns], float (&column_sum)[kColumns],
+                                             int thread) {
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const auto head = [&](int c) { return column_in_row(c, lane); };
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int lanes = 4; lanes < kWarpThreads; lanes *= 2) {
+      column_sum[c] += __shfl_xor_sync(~0u, column_sum[c], lanes);
+    }
+    if (lane < 4) shared.q.columns[warp][head(c)] = column_sum[c];
+  }
+  sync_warpgroup<kScoreBarrier>();
+  if (thread < 4) {
+    const Item item(p, index);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarpsPerWarpgroup; ++w) sum += shared.q.columns[w][head(c)];
+      shared.finish[slot][head(c)] = finish_row(p, item, head(c), column_max[c], sum);
+    }
+  }
+}
+
 template <Config kC>
 __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const KernelParams& p, int thread) {
   using namespace cute;
@@ -43,9 +101,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
   constexpr int kPieces = kHeads * kSwizzleRowBytes / 16;  // 16-byte pieces in a chunk of Q
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   const uint32_t flip = p.negate_q ? 0x80008000u : 0u;
-  // Column c of this thread is head c / 2 * 8 + lane % 4 * 2 + c % 2; lanes with equal lane % 4 have the same heads.
-  const int first_head = lane % 4 * 2;
-  const auto head = [&](int c) { return c / 2 * 8 + first_head + c % 2; };
+  const auto head = [&](int c) { return column_in_row(c, lane); };
 
   NarrowScoreMma<kHeads> mma;
   Tensor s_q = make_tensor(make_smem_ptr(shared.q.chunks), HeadsByColumns<kHeads, kC.d_qk>{});
@@ -86,12 +142,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
       fence_async_proxy();
       warpgroup_fence_operand(r_s);
       warpgroup_arrive();
-      mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-      for (int k = 0; k < size<2>(r_front); ++k) {
-        gemm(mma, r_front(_, _, k), r_q(_, _, k), r_s);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
+      multiply(mma, r_front, r_q, r_s);
 #pragma unroll
       for (int k = 0; k < size<2>(r_back); ++k) gemm(mma, r_back(_, _, k), r_q(_, _, size<2>(r_front) + k), r_s);
       warpgroup_commit_batch();
@@ -119,28 +170,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) exponents[c] = kExponentOfOne;
       // This barrier also waits until every warp has read chunk 8, which P overwrites.
-      if (any_of_warpgroup(kScoreBarrier, raise)) {
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-          for (int lanes = 4; lanes < kWarpThreads; lanes *= 2) {
-            top[c] = fmaxf(top[c], __shfl_xor_sync(~0u, top[c], lanes));
-          }
-          if (lane < 4) shared.q.columns[warp][head(c)] = top[c];
-        }
-        sync_warpgroup<kScoreBarrier>();
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          float all = shared.q.columns[0][head(c)];
-#pragma unroll
-          for (int w = 1; w < kWarpsPerWarpgroup; ++w) all = fmaxf(all, shared.q.columns[w][head(c)]);
-          all = raised_max(column_max[c], all);
-          exponents[c] = rescale_bits(column_max[c], all);
-          column_sum[c] *= power_of_two(exponents[c]);
-          column_max[c] = all;
-        }
-        sync_warpgroup<kScoreBarrier>();
-      }
+      if (any_of_warpgroup(kScoreBarrier, raise)) raise_maxima(shared, top, column_max, column_sum, exponents, thread);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const float base = column_max[c] == -INFINITY ? 0.f : column_max[c];
@@ -159,25 +189,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
       back_at.advance();
     }
 
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-      for (int lanes = 4; lanes < kWarpThreads; lanes *= 2) {
-        column_sum[c] += __shfl_xor_sync(~0u, column_sum[c], lanes);
-      }
-      if (lane < 4) shared.q.columns[warp][head(c)] = column_sum[c];
-    }
-    sync_warpgroup<kScoreBarrier>();
-    if (thread < 4) {
-      const Item item(p, index);
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        float sum = 0.f;
-#pragma unroll
-        for (int w = 0; w < kWarpsPerWarpgroup; ++w) sum += shared.q.columns[w][head(c)];
-        shared.finish[finish_at.slot][head(c)] = finish_row(p, item, head(c), column_max[c], sum);
-      }
-    }
+    finish_heads(shared, p, index, finish_at.slot, column_max, column_sum, thread);
     arrive(&shared.finished[finish_at.slot]);
     finish_at.advance();
   }
@@ -190,7 +202,7 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
   constexpr int kHeads = kC.heads, kRows = kFrontChunks * kChunkColumns;  // rows of O^T, columns of O
   constexpr int kFirst = kBack ? kFrontChunks : 0, kBarrier = kBack ? kBackBarrier : kFrontBarrier;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-  const auto head = [&](int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; };  // of accumulator i of a chunk
+  const auto head = [&](int i) { return column_of_value(i, lane); };  // of accumulator i of a chunk
 
   NarrowValueMma<kHeads> mma;
   Tensor r_o = partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeads>>{});  // (of a chunk, chunks, 1)
@@ -226,11 +238,7 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
       }
       warpgroup_fence_operand(r_o);
       warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < kTileRows / kStepColumns; ++k) {
-        gemm(mma, r_v(_, _, k), r_p(_, _, k), r_o);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
+      multiply_add(mma, r_v, r_p, r_o);
       warpgroup_commit_batch();
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);

@@ -4,6 +4,7 @@
 #include "sm90/math.cuh"
 #include "sm90/tma.cuh"
 #include "storage.cuh"
+#include "tiles/softmax.cuh"
 
 namespace dsa::sparse_mla_fwd {
 

@@ -9,15 +9,15 @@
 
 #include "config.h"
 #include "params.h"
-#include "sm90/gather.cuh"
 #include "sm90/math.cuh"
 #include "sm90/mbarrier.cuh"
-#include "sm90/mma.cuh"
 #include "sm90/warpgroup.cuh"
+#include "tiles/gather.cuh"
+#include "tiles/mma.cuh"
 
 namespace dsa::sparse_mla_fwd {
 
-using namespace dsa::sm90;
+using namespace dsa::tiles;
 
 // Of a tile, chunks 0..3 (the front half) hold the front values and chunks 4..7 the back values; chunk 8 holds the key
 // columns that are no values (the tail), later P.

@@ -25,6 +25,8 @@
 #include "output.cuh"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
+#include "tiles/softmax.cuh"
+#include "tiles/visibility.cuh"
 
 namespace dsa::sparse_mla_fwd {
 
@@ -35,6 +37,116 @@ template <class Accumulator>
 __device__ __forceinline__ void scale_rows(Accumulator& r, const float (&factors)[2]) {
 #pragma unroll
   for (int i = 0; i < cute::size(r); ++i) r(i) *= factors[i / 2 % 2];
+}
+
+// Q, signs flipped by `flip`: value columns except the last step go into registers, the tail into its own chunk.
+template <Config kC>
+__device__ __forceinline__ void load_queries(SharedStorage<kC>& shared, int slot, uint32_t* q_words, uint32_t flip,
+                                             int matrix_row, int matrix_piece, int thread) {
+  constexpr int kTailSteps = tail_columns(kC) / kStepColumns;
+  const uint32_t q_tile = shared_address(shared.tiles.chunk(slot, 0));
+#pragma unroll
+  for (int k = 0; k <= kRegisterSteps; ++k) {
+    uint32_t words[4];
+    load_matrices(q_tile + (k / 4) * kChunkBytes + swizzled_offset(matrix_row, k % 4 * 2 + matrix_piece), words);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] ^= flip;
+    if (k < kRegisterSteps) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q_words[4 * k + i] = words[i];
+    } else {
+      const uint32_t to =
+          shared_address(shared.q.last_step) + matrix_row * 32 + ((matrix_piece ^ matrix_row / 4 % 2) << 4);
+      store_matrices(to, words[0], words[1], words[2], words[3]);
+    }
+  }
+  if constexpr (kTailSteps > 0) {
+    const uint4* from = reinterpret_cast<const uint4*>(shared.tiles.chunk(slot, kLastChunk));
+    uint4* to = reinterpret_cast<uint4*>(shared.q.tail);
+#pragma unroll
+    for (int i = thread; i < kChunkBytes / 16; i += kWarpgroupThreads) {
+      const uint4 v = from[i];
+      to[i] = {v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip};
+    }
+  }
+}
+
+// Two rows of a lane: the running maximum, in units of log 2, and the sum relative to it, of the lane's columns.
+struct OnlineSoftmax {
+  float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
+
+  // Follows the maximum of these scores if it is much higher; `exponents` are then those of the rows' factors.
+  template <class Scores>
+  __device__ __forceinline__ void raise(const Scores& r_s, float scale_log2, int (&exponents)[2]) {
+    float top[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(r_s(2 * r), r_s(2 * r + 1));
+#pragma unroll
+      for (int i = 2 * r + 4; i < 32; i += 4) top[r] = fmaxf(top[r], fmaxf(r_s(i), r_s(i + 1)));
+      top[r] *= scale_log2;
+    }
+    if (__any_sync(~0u, top[0] > row_max[0] + kRescaleStep || top[1] > row_max[1] + kRescaleStep)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+        top[r] = raised_max(row_max[r], fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2)));
+        exponents[r] = rescale_bits(row_max[r], top[r]);
+        row_sum[r] *= power_of_two(exponents[r]);
+        row_max[r] = top[r];
+      }
+    }
+  }
+
+  // S to P, whose sums are added.
+  template <class Scores>
+  __device__ __forceinline__ void add(Scores& r_s, float scale_log2) {
+    float base[2] = {row_max[0] == -INFINITY ? 0.f : -row_max[0], row_max[1] == -INFINITY ? 0.f : -row_max[1]};
+    if (fmaxf(fabsf(base[0]), fabsf(base[1])) > kLargeScore) {
+      // In a row of large scores, fmaf does not round the product as row_max was rounded. The difference would move the
+      // largest score away from 0, and its exponential would overflow or vanish.
+      const bool is_large[2] = {fabsf(base[0]) > kLargeScore, fabsf(base[1]) > kLargeScore};
+      const float inverse = 1.f / scale_log2;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const float relative = __fadd_rn(__fmul_rn(r_s(i), scale_log2), base[i / 2 % 2]);
+        if (is_large[i / 2 % 2]) r_s(i) = relative * inverse;
+      }
+      for (int r = 0; r < 2; ++r) base[r] = is_large[r] ? 0.f : base[r];
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+      const int r = i / 2 % 2;
+      r_s(i) = exp2_fast(fmaf(r_s(i), scale_log2, base[r]));
+      r_s(i + 1) = exp2_fast(fmaf(r_s(i + 1), scale_log2, base[r]));
+      row_sum[r] += r_s(i) + r_s(i + 1);
+    }
+  }
+};
+
+template <class Scores>
+__device__ __forceinline__ void hide(const VisibleColumns& visible, Scores& r_s) {
+  if (visible.all()) return;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    if (!visible[i]) r_s(i) = -INFINITY;
+  }
+}
+
+// P for the value warpgroups overwrites chunk 8, which only this warpgroup reads.
+template <Config kC, class Scores>
+__device__ __forceinline__ void store_probabilities(SharedStorage<kC>& shared, int slot, const Scores& r_s,
+                                                    int matrix_row, int matrix_piece) {
+  uint32_t packed[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) packed[i] = pack_bf16(r_s(2 * i), r_s(2 * i + 1));
+  sync_warpgroup<kScoreBarrier>();
+  const uint32_t s_p = shared_address(shared.tiles.chunk(slot, kLastChunk));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    store_matrices(s_p + swizzled_offset(matrix_row, 2 * i + matrix_piece), packed[4 * i], packed[4 * i + 1],
+                   packed[4 * i + 2], packed[4 * i + 3]);
+  }
 }
 
 template <Config kC>
@@ -62,38 +174,14 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
     wait(&shared.full_front[at.slot], at.parity);
     wait(&shared.full_back[at.slot], at.parity);
     const int tiles = shared.item_tiles[at.parity][at.slot];
-    const uint32_t q_tile = shared_address(shared.tiles.chunk(at.slot, 0));
-#pragma unroll
-    for (int k = 0; k <= kRegisterSteps; ++k) {
-      uint32_t words[4];
-      load_matrices(q_tile + (k / 4) * kChunkBytes + swizzled_offset(matrix_row, k % 4 * 2 + matrix_piece), words);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] ^= flip;
-      if (k < kRegisterSteps) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) q_words[4 * k + i] = words[i];
-      } else {
-        const uint32_t to =
-            shared_address(shared.q.last_step) + matrix_row * 32 + ((matrix_piece ^ matrix_row / 4 % 2) << 4);
-        store_matrices(to, words[0], words[1], words[2], words[3]);
-      }
-    }
-    if constexpr (kTailSteps > 0) {
-      const uint4* from = reinterpret_cast<const uint4*>(shared.tiles.chunk(at.slot, kLastChunk));
-      uint4* to = reinterpret_cast<uint4*>(shared.q.tail);
-#pragma unroll
-      for (int i = thread; i < kChunkBytes / 16; i += kWarpgroupThreads) {
-        const uint4 v = from[i];
-        to[i] = {v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip};
-      }
-    }
+    load_queries<kC>(shared, at.slot, q_words, flip, matrix_row, matrix_piece, thread);
     fence_async_proxy();
     sync_warpgroup<kScoreBarrier>();
     arrive(&shared.probs_written[at.slot]);
     arrive(&shared.probs_turn[at.slot]);
     at.advance();
 
-    float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
+    OnlineSoftmax softmax;
     int previous_slot = 0;
     const auto signal_written = [&] {
       fence_async_proxy();
@@ -106,12 +194,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
       wait(&shared.full_front[at.slot], at.parity);
       wait(&shared.full_back[at.slot], at.parity);
       warpgroup_arrive();
-      mma.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-      for (int k = 0; k < kRegisterSteps; ++k) {
-        gemm(mma, r_q(_, _, k), r_k(_, _, k), r_s);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
+      multiply(mma, r_q, r_k, r_s);
       gemm(shared_mma, r_q_last(_, _, 0), r_k(_, _, Int<kRegisterSteps>{}), r_s);
       if constexpr (kTailSteps > 0) {
         Tensor s_q_tail = make_tensor(make_smem_ptr(shared.q.tail), RowsByColumns<tail_columns(kC)>{});
@@ -127,69 +210,17 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_s);
       if (j > 0) arrive(&shared.probs_turn[previous_slot]);
-      if (!visible.all()) {
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          if (!visible[i]) r_s(i) = -INFINITY;
-        }
-      }
+      hide(visible, r_s);
 
       // P = 2^(S * scale - max), with a running maximum that may lag behind
-      float top[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        top[r] = fmaxf(r_s(2 * r), r_s(2 * r + 1));
-#pragma unroll
-        for (int i = 2 * r + 4; i < 32; i += 4) top[r] = fmaxf(top[r], fmaxf(r_s(i), r_s(i + 1)));
-        top[r] *= p.scale_log2;
-      }
       int exponents[2] = {kExponentOfOne, kExponentOfOne};
-      if (__any_sync(~0u, top[0] > row_max[0] + kRescaleStep || top[1] > row_max[1] + kRescaleStep)) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-          top[r] = raised_max(row_max[r], fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2)));
-          exponents[r] = rescale_bits(row_max[r], top[r]);
-          row_sum[r] *= power_of_two(exponents[r]);
-          row_max[r] = top[r];
-        }
-      }
+      softmax.raise(r_s, p.scale_log2, exponents);
       if (lane % 4 == 0) {
         shared.rescale[at.slot][row] = exponents[0];
         shared.rescale[at.slot][row + 8] = exponents[1];
       }
-      float base[2] = {row_max[0] == -INFINITY ? 0.f : -row_max[0], row_max[1] == -INFINITY ? 0.f : -row_max[1]};
-      if (fmaxf(fabsf(base[0]), fabsf(base[1])) > kLargeScore) {
-        // In a row of large scores, fmaf does not round the product as row_max was rounded. The difference would move
-        // the largest score away from 0, and its exponential would overflow or vanish.
-        const bool is_large[2] = {fabsf(base[0]) > kLargeScore, fabsf(base[1]) > kLargeScore};
-        const float inverse = 1.f / p.scale_log2;
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          const float relative = __fadd_rn(__fmul_rn(r_s(i), p.scale_log2), base[i / 2 % 2]);
-          if (is_large[i / 2 % 2]) r_s(i) = relative * inverse;
-        }
-        for (int r = 0; r < 2; ++r) base[r] = is_large[r] ? 0.f : base[r];
-      }
-#pragma unroll
-      for (int i = 0; i < 32; i += 2) {
-        const int r = i / 2 % 2;
-        r_s(i) = exp2_fast(fmaf(r_s(i), p.scale_log2, base[r]));
-        r_s(i + 1) = exp2_fast(fmaf(r_s(i + 1), p.scale_log2, base[r]));
-        row_sum[r] += r_s(i) + r_s(i + 1);
-      }
-
-      // P for the value warpgroups overwrites chunk 8, which only this warpgroup reads.
-      uint32_t packed[16];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) packed[i] = pack_bf16(r_s(2 * i), r_s(2 * i + 1));
-      sync_warpgroup<kScoreBarrier>();
-      const uint32_t s_p = shared_address(shared.tiles.chunk(at.slot, kLastChunk));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        store_matrices(s_p + swizzled_offset(matrix_row, 2 * i + matrix_piece), packed[4 * i], packed[4 * i + 1],
-                       packed[4 * i + 2], packed[4 * i + 3]);
-      }
+      softmax.add(r_s, p.scale_log2);
+      store_probabilities<kC>(shared, at.slot, r_s, matrix_row, matrix_piece);
       previous_slot = at.slot;
       at.advance();
     }
@@ -198,10 +229,11 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
     const Item item(p, index);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
-      row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
+      softmax.row_sum[r] += __shfl_xor_sync(~0u, softmax.row_sum[r], 1);
+      softmax.row_sum[r] += __shfl_xor_sync(~0u, softmax.row_sum[r], 2);
       if (lane % 4 == 0) {
-        shared.finish[finish_at.slot][row + 8 * r] = finish_row(p, item, row + 8 * r, row_max[r], row_sum[r]);
+        shared.finish[finish_at.slot][row + 8 * r] =
+            finish_row(p, item, row + 8 * r, softmax.row_max[r], softmax.row_sum[r]);
       }
     }
     arrive(&shared.finished[finish_at.slot]);
@@ -249,11 +281,7 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
       wait(&shared.probs_turn[at.slot], at.parity);
       warpgroup_fence_operand(r_o);
       warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < kTileRows / kStepColumns; ++k) {
-        gemm(mma, r_p(_, _, k), r_v(_, _, k), r_o);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
+      multiply_add(mma, r_p, r_v, r_o);
       warpgroup_commit_batch();
       feeder.publish();
       warpgroup_wait<0>();

@@ -8,7 +8,7 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
-namespace dsa::sm90 {
+namespace dsa::tiles {
 
 using Bf16 = cute::bfloat16_t;
 
@@ -72,4 +72,31 @@ using RowsMma = decltype(cute::make_tiled_mma(
     cute::GMMA::rs_op_selector<Bf16, Bf16, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>,
                                cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 
-}  // namespace dsa::sm90
+// An operand of one wgmma: step k of the last mode, 16 columns of bf16 or 32 of e4m3.
+template <class Operand>
+__device__ __forceinline__ auto step_of(const Operand& r, int k) {
+  if constexpr (Operand::rank == 2) {
+    return r(cute::_, k);
+  } else {
+    return r(cute::_, cute::_, k);
+  }
+}
+
+// C += A B over all steps, or C = A B if the MMA does not accumulate yet.
+template <class Mma, class A, class B, class C>
+__device__ __forceinline__ void multiply_add(Mma& mma, const A& r_a, const B& r_b, C&& r_c) {
+#pragma unroll
+  for (int k = 0; k < cute::size<A::rank - 1>(r_a); ++k) {
+    cute::gemm(mma, step_of(r_a, k), step_of(r_b, k), r_c);
+    mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  }
+}
+
+// C = A B
+template <class Mma, class A, class B, class C>
+__device__ __forceinline__ void multiply(Mma& mma, const A& r_a, const B& r_b, C&& r_c) {
+  mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
+  multiply_add(mma, r_a, r_b, r_c);
+}
+
+}  // namespace dsa::tiles

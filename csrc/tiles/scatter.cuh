@@ -6,9 +6,13 @@
 
 #include <cstdint>
 
-#include "matrix_copy.cuh"
+#include "sm90/matrix_copy.cuh"
+#include "sm90/memory.cuh"
+#include "sm90/registers.cuh"
 
-namespace dsa::sm90 {
+namespace dsa::tiles {
+
+using namespace dsa::sm90;
 
 inline constexpr int kScatterColumns = 32;
 
@@ -22,23 +26,6 @@ __device__ __forceinline__ constexpr int summed_place(int column) {
 __device__ __forceinline__ constexpr int stored_column(int place) {
   const int t = place / 8, eight = place % 8 / 2, odd = place % 2;
   return eight * 8 + t * 2 + odd;
-}
-
-// cp.async.bulk.prefetch.L2: `bytes` is a multiple of 16
-__device__ __forceinline__ void prefetch_to_l2(const void* g_data, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(g_data), "r"(bytes) : "memory");
-}
-
-// red.global.add.v4.f32, predicated on `wanted`
-__device__ __forceinline__ void add_to_global(float* g_sum, bool wanted, float a, float b, float c, float d) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.s32 wanted, %1, 0;\n"
-      "@wanted red.global.add.v4.f32 [%0], {%2, %3, %4, %5};\n"
-      "}\n" ::"l"(g_sum),
-      "r"(static_cast<int>(wanted)), "f"(a), "f"(b), "f"(c), "f"(d)
-      : "memory");
 }
 
 // Neighboring quads of lanes exchange accumulators of two groups of 16 columns: the lower quad gets the first group,
@@ -88,9 +75,7 @@ class HeldRows {
   template <class RowOf>
   __device__ __forceinline__ explicit HeldRows(const RowOf& row_of)
       : rows_{row_of(0), row_of(1), row_of(2), row_of(3)} {
-    asm volatile(""
-                 : "+l"(rows_[0].g_columns), "+l"(rows_[1].g_columns), "+l"(rows_[2].g_columns),
-                   "+l"(rows_[3].g_columns));
+    hold(rows_[0].g_columns, rows_[1].g_columns, rows_[2].g_columns, rows_[3].g_columns);
   }
   __device__ __forceinline__ const SumRow& operator()(int i) const { return rows_[i]; }
 };
@@ -128,4 +113,4 @@ __device__ __forceinline__ void store_rows(Row* g_first, int stride, const Ids& 
   }
 }
 
-}  // namespace dsa::sm90
+}  // namespace dsa::tiles

@@ -1,0 +1,45 @@
+// wgmma accumulators in registers: which element of a 64-row tile each value is, and stores of whole fragments.
+//
+// Value i of a lane is in row lane / 4 + i / 2 % 2 * 8 of its warp's 16 rows; two lanes whose difference is a multiple
+// of 4 have the same columns.
+#pragma once
+
+#include <cstdint>
+
+#include "sm90/matrix_copy.cuh"
+
+namespace dsa::tiles {
+
+using namespace dsa::sm90;
+
+// The column of value i of a lane.
+__device__ __forceinline__ constexpr int column_of_value(int i, int lane) { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
+
+// The column of the c-th of a lane's values in a row.
+__device__ __forceinline__ constexpr int column_in_row(int c, int lane) { return c / 2 * 8 + lane % 4 * 2 + c % 2; }
+
+// Stores a warpgroup's 64-row fp32 accumulator fragment, rounded to bf16, as 64-column chunks from `chunk` on.
+template <int kColumns, class Accumulator>
+__device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumulator& r, int thread) {
+  const int row = thread / 32 * 16 + thread % 16, piece = thread / 16 % 2;
+#pragma unroll
+  for (int i = 0; i < kColumns / 16; ++i) {
+    store_matrices(chunk + i / 4 * 64 * kSwizzleRowBytes + swizzled_offset(row, i % 4 * 2 + piece),
+                   pack_bf16(r(8 * i), r(8 * i + 1)), pack_bf16(r(8 * i + 2), r(8 * i + 3)),
+                   pack_bf16(r(8 * i + 4), r(8 * i + 5)), pack_bf16(r(8 * i + 6), r(8 * i + 7)));
+  }
+}
+
+// Stores the same fragment unrounded to global memory, in rows that are `stride` elements apart.
+template <class Accumulator>
+__device__ __forceinline__ void store_accumulators_to_global(float* g_first, int stride, const Accumulator& r,
+                                                             int thread) {
+  const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < r.size(); i += 2) {
+    float* g_pair = g_first + (row + i / 2 % 2 * 8) * stride + i / 4 * 8 + lane % 4 * 2;
+    *reinterpret_cast<float2*>(g_pair) = {r(i), r(i + 1)};
+  }
+}
+
+}  // namespace dsa::tiles
