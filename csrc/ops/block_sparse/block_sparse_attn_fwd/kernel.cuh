@@ -157,6 +157,20 @@ __device__ __forceinline__ bool join_team(SharedStorage<kColumns>& shared, Softm
   return false;
 }
 
+// Scores of columns from `keys` on become -inf. Unlike for_columns_from, it stops at the first eight columns that are
+// all valid: 3 % of the time if every block of keys has 32 to 64 of them.
+template <class Scores>
+__device__ __forceinline__ void hide_columns_from(int keys, Scores& r_s, int thread) {
+  const int left = keys - thread % 4 * 2;  // from this thread's first column on
+#pragma unroll
+  for (int i = r_s.size() - 4; i >= 0; i -= 4) {
+    if (column_of_value(i + 4, 0) <= keys) break;
+    for (int j = i; j < i + 4; ++j) {
+      if (column_of_value(j, 0) >= left) r_s(j) = -INFINITY;
+    }
+  }
+}
+
 // The normalized output and lse of a piece: to the results, or as a part for combine_kernel.
 template <int kColumns, class Out>
 __device__ __forceinline__ void store_result(Softmax& softmax, Out& r_out, const Mark& mark, Bf16* s_out,
@@ -248,7 +262,7 @@ __device__ __forceinline__ void compute(Stream<kColumns>& shared, SharedStorage<
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(r_s);
-        if (keys < kBlock) for_columns_from(keys, r_s, recomputed(thread), [&](int i) { r_s(i) = -INFINITY; });
+        if (keys < kBlock) hide_columns_from(keys, r_s, recomputed(thread));
         if (again || softmax.moves) {
           if (softmax.is_first) release_queries();
           softmax.move_top(r_s, r_out, p.scale_log2);
