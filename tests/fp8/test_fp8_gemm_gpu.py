@@ -102,6 +102,14 @@ def test_layouts() -> None:
             assert torch.equal(dsa_ext.fp8_gemm(*other), expected)
 
 
+@pytest.mark.parametrize("columns", [128, 512, 640])
+@pytest.mark.parametrize("rows", [40, 65])
+def test_any_stride_of_a_single_row_of_scales(rows: int, columns: int) -> None:
+    a, a_s, b, b_s = make(rows, 32, columns)
+    far = b_s.new_empty(2, 12345)[:1, : columns // 128].copy_(b_s)
+    assert torch.equal(check((a, a_s, b, far)), check((a, a_s, b, b_s)))
+
+
 @pytest.mark.parametrize("rows", [40, 200])
 def test_rows_that_overlap(rows: int) -> None:
     """Few rows, and many, which PyTorch multiplies."""
