@@ -63,9 +63,8 @@ def _in_fours(b_s: Tensor) -> Tensor:
     rows, blocks = b_s.shape
     padded = -(-blocks // 4) * 4
     if padded == blocks:
-        return b_s.contiguous().as_strided(
-            (rows, padded), (padded, 1)
-        )  # contiguous() leaves the stride of a single row
+        # contiguous() keeps whatever stride a single row has.
+        return b_s.contiguous().as_strided((rows, padded), (padded, 1))
     end = b_s.storage_offset() + rows * padded
     if b_s.stride() == (padded, 1) and end * b_s.element_size() <= b_s.untyped_storage().nbytes():
         return b_s.as_strided((rows, padded), (padded, 1))
