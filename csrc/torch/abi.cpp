@@ -155,6 +155,17 @@ void check_last_stride(const char* op, const char* name, const Tensor& tensor) {
             " must have stride 1 in its last dimension, got stride ", tensor.stride(last));
 }
 
+void check_slots(const char* op, const Tensor& indices) {
+  constexpr int64_t kMaxRows = int64_t{1} << 30, kMaxSlots = int64_t{1} << 29;
+  check_last_stride(op, "indices", indices);
+  const auto sizes = indices.sizes();
+  bool is_small = sizes.back() <= kMaxSlots;
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < sizes.size() && is_small; ++i) is_small = (rows *= sizes[i]) <= kMaxRows;
+  DSA_CHECK(is_small || indices.numel() == 0, op, ": indices must have at most 2^30 rows of at most 2^29 slots, got ",
+            describe(indices));
+}
+
 void check_rows_aligned(const char* op, const char* name, const Tensor& tensor) {
   check_last_stride(op, name, tensor);
   if (tensor.numel() == 0) return;

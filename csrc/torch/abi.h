@@ -78,6 +78,8 @@ void check_scale(const char* op, std::optional<double> sm_scale);
 
 // Checks that the last dimension is dense.
 void check_last_stride(const char* op, const char* name, const Tensor& tensor);
+// `indices` [.., K], stride 1 in the last dimension, with so many rows and slots that kernels count them in 32 bits.
+void check_slots(const char* op, const Tensor& indices);
 
 // Checks that `tensor` is on the device of `other`, the argument named `other_name`.
 void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* other_name,

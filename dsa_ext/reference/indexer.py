@@ -205,7 +205,9 @@ def indexer_loss(
     log_q = log_q.masked_fill(~counts, 0)
     mass = p.masked_fill(~counts, 0)
     target = mass / mass.sum(-1, keepdim=True).clamp(min=1e-10)
-    loss = (torch.xlogy(target, target) - target * log_q).sum(-1)
+    # A difference of scores that overflows does not count where the target is 0.
+    cross = target * log_q.masked_fill((target == 0) & (log_q == -torch.inf), 0)
+    loss = (torch.xlogy(target, target) - cross).sum(-1)
     dscores = (log_q.exp() * target.sum(-1, keepdim=True) - target).masked_fill(~counts, 0)
     if row_weights is None:
         return loss, dscores

@@ -128,6 +128,16 @@ def test_rows_without_a_slot_or_a_teacher() -> None:
     assert dsa_ext.indexer_loss(scores[:, :0], p[:, :0]) == 0
 
 
+def test_a_slot_without_target_may_be_out_of_range() -> None:
+    """The difference of the two scores overflows, but it is multiplied by a target of 0."""
+    scores, p = torch.tensor([[3e38, -3e38], [-3e38, 3e38]]), torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    loss, dscores = torch.ops.dsa.indexer_loss(scores, p)
+    assert not loss.any()
+    assert not dscores.any()
+    loss, _ = torch.ops.dsa.indexer_loss(torch.tensor([[math.nan, 0.0]]), torch.tensor([[0.0, 1.0]]))
+    assert loss.isnan()
+
+
 def test_the_loss_of_a_perfect_indexer() -> None:
     scores = torch.randn(5, 40, dtype=torch.float64).requires_grad_()
     loss = dsa_ext.indexer_loss(scores, 7 * scores.detach().softmax(-1))

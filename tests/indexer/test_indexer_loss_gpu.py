@@ -56,6 +56,15 @@ def test_large_scores_and_small_teachers() -> None:
     check(scores, p * 0, valid)
 
 
+def test_a_slot_without_target_may_be_out_of_range() -> None:
+    scores = torch.tensor([[3e38, -3e38], [-3e38, 3e38]], device="cuda")
+    loss, dscores = OP(scores, torch.tensor([[1.0, 0.0], [0.0, 2.0]], device="cuda"))
+    assert not loss.any()
+    assert not dscores.any()
+    loss, _ = OP(torch.tensor([[torch.nan, 0.0]], device="cuda"), torch.tensor([[0.0, 1.0]], device="cuda"))
+    assert loss.isnan()
+
+
 def test_nan_stays_in_its_row() -> None:
     scores, p, _, _ = make_gpu(9, 300)
     expected = OP(scores, p)

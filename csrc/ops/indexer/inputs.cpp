@@ -60,7 +60,7 @@ void check_rows(const char* op, const Tensor& q, const Tensor& k, const Tensor& 
 void check_listed(const char* op, const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& indices) {
   check_rows(op, q, k, weights);
   check_tensor(op, "indices", indices, ScalarType::Int, {{"S", q.size(0)}, {"K"}});
-  check_last_stride(op, "indices", indices);
+  check_slots(op, indices);
   check_same_device(op, "indices", indices, "q", q);
 }
 

@@ -43,7 +43,7 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
   check_rows_aligned(op, "kv", kv);
   DSA_CHECK(kv.size(1) <= 1 || kv.stride(1) < (int64_t{1} << 31), op,
             ": kv's positions must be less than 2^31 elements apart, got a stride of ", kv.stride(1));
-  check_last_stride(op, "indices", indices);
+  check_slots(op, indices);
   check_same_device(op, "kv", kv, "q", q);
   check_same_device(op, "indices", indices, "q", q);
   if (options.topk_length) check_same_device(op, "topk_length", *options.topk_length, "q", q);

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_con
     exps += expf(score - top);
     mass += p_slot;
     entropy += p_slot > 0.f ? p_slot * logf(p_slot) : 0.f;
-    cross += p_slot * (score - top);
+    if (p_slot != 0.f) cross += p_slot * (score - top);  // the difference may overflow
   });
   exps = combine_threads(exps, shared[1], add);
   mass = combine_threads(mass, shared[2], add);

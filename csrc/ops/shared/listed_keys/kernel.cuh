@@ -216,8 +216,8 @@ __device__ __forceinline__ void load_head_factors(const Params& p, const Item& i
   }
 }
 
-// Divides a row by the sum over all its tiles. The warpgroup that had the last tile does, after the other has written
-// its part.
+// Divides a row by the sum over all its tiles; the gatherers write zeros to the slots after those. The warpgroup that
+// had the last tile does, after the other has written its part.
 template <Config kC>
 __device__ __forceinline__ void divide_row(SharedStorage<kC>& shared, const Params& p, const Item& item, float row_sum,
                                            uint32_t item_count, int tiles_before, int warpgroup, int thread) {
@@ -240,7 +240,8 @@ __device__ __forceinline__ void divide_row(SharedStorage<kC>& shared, const Para
     }
     sum = fmaxf(sum, 1e-10f);
     float* g_row = item.row(p, 0);
-    for (int i = thread; i < p.topk; i += kWarpgroupThreads) g_row[i] /= sum;
+    const int slots = min(p.topk, item.tiles * kTileKeys);
+    for (int i = thread; i < slots; i += kWarpgroupThreads) g_row[i] /= sum;
   }
 }
 
