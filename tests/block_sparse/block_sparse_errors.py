@@ -26,7 +26,7 @@ HEAD_ERRORS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"q": zeros(B, H, N_Q, 96), "k": zeros(B, H_KV, N_KV, 96), "v": zeros(B, H_KV, N_KV, 96)},
-        "q's columns must be 64 or 128, got 96",
+        "q's head dimension must be 64 or 128, got 96",
     ),
     (
         {"k": zeros(B, 3, N_KV, D), "v": zeros(B, 3, N_KV, D)},

@@ -1,5 +1,6 @@
 """dsa_ext.nn.BlockSparseAttention on the CPU, against its formulas as dense attention."""
 
+import re
 from typing import Any
 
 import pytest
@@ -177,8 +178,13 @@ def test_errors() -> None:
         layer(x, BlockSizes([64, 64, 3]))
     with pytest.raises(ValueError, match="not all 0, got \\[0, 0\\]"):
         BlockSizes([0, 0])
-    with pytest.raises(ValueError, match="sizes must be numbers from 0 to 64, not all 0, got \\[65\\]"):
-        BlockSizes([65])
+    for options in ({"mode": "zzz"}, {"mode": "topk"}, {"tau": 7.0}, {"min_blocks": -1}, {"max_ratio": 2.0}):
+        with pytest.raises(RuntimeError, match=f"dsa::block_select: .*{[*options][0]}.* must be"):
+            BlockSparseAttention(HIDDEN, HEADS, **options)
+    for sizes in ([64, 3], torch.tensor([64, 3])):
+        got = type(sizes).__name__
+        with pytest.raises(TypeError, match=f"kv_block_size must be a BlockSizes, got {got}"):
+            layer(x, sizes)
     with pytest.raises(ValueError, match="sizes must be known to the host, got a tensor on meta"):
         BlockSizes(torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match="capacity must be a multiple of 64, got 100"):
@@ -192,6 +198,10 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match="blocks of a cache are full, got kv_block_size"):
             layer(x, BlockSizes([64, 3]), cache=cache)
         layer(x, cache=cache)
+        for pool in (layer.kv_pool[:1], layer.kv_pool[:, :1]):
+            shape = re.escape(str(list(pool.shape)))
+            with pytest.raises(ValueError, match=rf"kv_pool must be \[4, 64\], got {shape}"):
+                cache.append(*(torch.zeros(2, KV_HEADS, BLOCK, DIM) for _ in "kv"), pool)
         with pytest.raises(ValueError, match=r"128 \+ 128 tokens exceed the capacity, 192"):
             layer(x, cache=cache)
         k = torch.zeros(2, KV_HEADS, 65, DIM)
@@ -202,6 +212,36 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match=r"v must be \[2, 2, 64, 64\], got \[2, 1, 64, 64\]"):
             cache.append(k[:, :, :64], k[:, :1, :64], layer.kv_pool)
     assert cache.length == 2 * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("sizes", "got"),
+    [
+        ([65], "[65]"),
+        ([64, -1], "[64, -1]"),
+        (torch.tensor([2**32 + 5, 64]), "[4294967301, 64]"),
+        (torch.tensor([2**64 - 1, 64], dtype=torch.uint64), "[18446744073709551615, 64]"),
+        ([2**70], "[1180591620717411303424]"),
+        ([64.0, 1.5], "[64.0, 1.5]"),
+        (torch.tensor([torch.nan, 64]), "[nan, 64.0]"),
+        ([True, False], "[True, False]"),
+        ([[1, 2]], "[[1, 2]]"),
+        ([], "[]"),
+        (5, "5"),
+        (None, "None"),
+    ],
+    ids=str,
+)
+def test_errors_of_sizes(sizes: Any, got: str) -> None:
+    expected = f"BlockSizes: sizes must be integers from 0 to 64, not all 0, got {got}"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        BlockSizes(sizes)
+
+
+def test_sizes_under_a_default_device() -> None:
+    with torch.device("meta"):
+        assert BlockSizes([64, 3], "cpu").sizes.tolist() == [64, 3]
+        assert BlockSizes(torch.tensor([64, 3], device="cpu")).sizes.device.type == "meta"
 
 
 @pytest.mark.parametrize("sizes", [None, SIZES], ids=str)

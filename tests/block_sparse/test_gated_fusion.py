@@ -112,7 +112,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"gate": zeros(B, H, N).half()}, "gate must be bfloat16 or float32 [B, H, N], got float16 [2, 3, 5]"),
     (
         {"fine": zeros(B, H, N, 96), "coarse": zeros(B, H, N, 96)},
-        "fine's columns must be 64 or 128, got 96",
+        "fine's head dimension must be 64 or 128, got 96",
     ),
 ]
 

@@ -82,7 +82,7 @@ SCORING_ERRORS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"q": torch.zeros(S, HI, 96).to(FP8), "k": torch.zeros(S_KV, 96).to(FP8)},
-        "q's columns must be 64 or 128, got 96",
+        "q's head dimension must be 64 or 128, got 96",
     ),
 ]
 

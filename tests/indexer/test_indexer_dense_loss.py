@@ -6,6 +6,7 @@ import pytest
 import torch
 from callers import assert_error, callers, cpu
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import dsa_ext
 from dsa_ext import reference
@@ -130,6 +131,15 @@ def test_teachers_have_no_gradient(name: str) -> None:
         ),
         ({"lse": torch.zeros(S, H + 1)}, "lse must be float32 [S=40, H=4], got float32 [40, 5]"),
         ({"row_weights": torch.zeros(S - 1)}, "row_weights must be float32 [S=40], got float32 [39]"),
+        *[
+            ({"main_q": torch.zeros(S, H, dim).bfloat16(), "main_kv": torch.zeros(S, dim).bfloat16()}, message)
+            for dim in (64, 575)
+            for message in (f"main_q's head dimension must be 576 or 512, got {dim}",)
+        ],
+        (
+            {"main_q": torch.zeros(S, 129, D).bfloat16(), "lse": torch.zeros(S, 129)},
+            "main_q's heads must be at most 128, got 129",
+        ),
         ({"weights": torch.zeros(S, HI - 1)}, "weights must be float32 [S=40, Hi=8], got float32 [40, 7]"),
         ({"q_start": -1}, "q_start must be from 0 to 2^62, got -1"),
         ({"q_start": 2**62 + 1}, "q_start must be from 0 to 2^62, got 4611686018427387905"),
@@ -143,6 +153,28 @@ def test_teachers_have_no_gradient(name: str) -> None:
 )
 def test_bad_arguments(caller: Any, changes: dict[str, Any], message: str) -> None:
     assert_error(caller, OP, arguments(dtype=torch.bfloat16) | changes, message)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(128, 512), (1, 576), (0, 576)])
+def test_shapes_of_the_attention(heads: int, dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    attention = {
+        "main_q": torch.randn(S, heads, dim, generator=generator),
+        "main_kv": torch.randn(S, dim, generator=generator),
+        "lse": torch.zeros(S, heads),
+    }
+    args = arguments(dtype=torch.float32) | attention
+    expected = dsa_ext.indexer_loss(*composed(args, 0, True))
+    torch.testing.assert_close(dsa_ext.indexer_dense_loss(**args), expected)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_flop_formula(gradients: bool) -> None:
+    args = arguments(53)
+    with FlopCounterMode(display=False) as counter:
+        cpu(OP, **args, gradients=gradients)
+    count = 2 * S * 53 * (H * D + (4 if gradients else 1) * HI * DI)
+    assert counter.get_flop_counts()["Global"][torch.ops.dsa.indexer_dense_loss] == count
 
 
 def test_bad_reduction() -> None:

@@ -50,7 +50,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"q": torch.zeros(S, HI, 96).bfloat16(), "k": torch.zeros(S_KV, 96).bfloat16()},
-        "q's columns must be 64 or 128, got 96",
+        "q's head dimension must be 64 or 128, got 96",
     ),
 ]
 NATIVE_ERRORS: list[tuple[dict[str, Any], str]] = [

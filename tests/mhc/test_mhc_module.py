@@ -103,6 +103,21 @@ def test_errors_of_the_module() -> None:
         HyperConnection(torch.nn.Identity(), D, 1)
     with pytest.raises(ValueError, match="HyperConnection: hidden_size must be a multiple of 128, got 100"):
         HyperConnection(torch.nn.Identity(), 100)
+    for name, value in (("iterations", 0), ("eps", 1.0)):
+        with pytest.raises(RuntimeError, match=f"dsa::mhc_.*: {name} must be from .*, got {value:g}"):
+            HyperConnection(torch.nn.Identity(), D, **{name: value})
+    with pytest.raises(RuntimeError, match="at most 8192, got 8320"):
+        HyperConnection(torch.nn.Identity(), 8320)
+
+
+@pytest.mark.parametrize("result", [None, [1], {}, (), ("more", 1)], ids=repr)
+def test_error_of_a_layer_without_a_tensor(result: object) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, _x: Tensor) -> object:
+            return result
+
+    with pytest.raises(TypeError, match="layer must return a tensor, or a tuple that begins with one, got "):
+        HyperConnection(Layer(), D)(torch.zeros(B, S, N, D))
 
 
 def test_streams_learn_what_one_cannot() -> None:

@@ -21,6 +21,7 @@ from mhc_inputs import (
     zeros,
 )
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import dsa_ext
 from dsa_ext import reference
@@ -112,6 +113,13 @@ def test_opcheck() -> None:
     args = tuple(value.requires_grad_() for value in make_post(dtype=torch.float32).values())
     torch.library.opcheck(torch.ops.dsa.mhc_post_fwd.default, args)
     torch.library.opcheck(torch.ops.dsa.mhc_post_bwd.default, tuple(post_bwd_arguments().values()))
+
+
+def test_flops() -> None:
+    args = [value.requires_grad_() for value in make_post(dtype=torch.float32).values()]
+    with FlopCounterMode(display=False) as counter:
+        dsa_ext.mhc_post(*args).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * B * S * N * N * D
 
 
 def test_references_are_the_operators() -> None:

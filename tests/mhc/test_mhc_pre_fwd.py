@@ -65,8 +65,8 @@ def arguments(**changes: Any) -> dict[str, Any]:
 ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"x": bf16(B, N, D)}, "x must be bfloat16 [B, S, n, D], got bfloat16 [2, 4, 128]"),
     ({"x": bf16(B, S, 3, D)}, "x must have 2, 4 or 8 streams, got 3"),
-    ({"x": bf16(B, S, N, 100)}, "x's columns must be a multiple of 128, at most 8192, got 100"),
-    ({"x": bf16(B, S, N, 8320)}, "x's columns must be a multiple of 128, at most 8192, got 8320"),
+    ({"x": bf16(B, S, N, 100)}, "x's hidden size must be a multiple of 128, at most 8192, got 100"),
+    ({"x": bf16(B, S, N, 8320)}, "x's hidden size must be a multiple of 128, at most 8192, got 8320"),
     ({"phi": zeros(M, D)}, "phi must be float32 [M=24, C=512], got float32 [24, 128]"),
     ({"phi": bf16(M, N * D)}, "phi must be float32 [M, C], got bfloat16 [24, 512]"),
     ({"alpha": zeros(2)}, "alpha must be float32 [A=3], got float32 [2]"),

@@ -154,6 +154,15 @@ def test_flop_formula() -> None:
     assert counter.get_flop_counts()["Global"][torch.ops.dsa.attn_dist] == 2 * B * S * H * K * D
 
 
+@pytest.mark.parametrize("call", [cpu, fake])
+@pytest.mark.parametrize(("per_head_block", "blocks"), [(False, ()), (True, (0,))])
+def test_no_heads(call: Callable[..., Any], per_head_block: bool, blocks: tuple[int, ...]) -> None:
+    args = arguments(q=torch.zeros(B, S, 0, D).bfloat16(), lse=torch.zeros(B, S, 0), per_head_block=per_head_block)
+    dist = call(**args)
+    assert dist.shape == (*blocks, B, S, G, K)
+    assert call is fake or not dist.any()
+
+
 def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments()
     whole = reference.attn_dist(**args)

@@ -41,7 +41,7 @@ def check(q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> tuple[Tenso
 AXES: dict[str, list[Any]] = {
     "d_qk": [576, 512],
     "groups_and_heads": [
-        *((1, heads) for heads in (1, 3, 8, 16, 17, 32, 64, 65, 96, 128)),
+        *((1, heads) for heads in (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128)),
         *((2, heads) for heads in (2, 34, 128, 256)),
         *((4, heads) for heads in (4, 64, 260, 512)),
     ],

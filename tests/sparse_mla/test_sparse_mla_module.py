@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dsa_ext.nn import LightningIndexer, SparseMLA, apply_rope
+from dsa_ext.nn import LightningIndexer, SparseMLA, SparseMLAOutput, apply_rope
 
 HIDDEN, HEADS, TOPK = 48, 4, 5
 SIZES: dict[str, Any] = {"q_lora_rank": 32, "nope_dim": 16, "v_dim": 24, "topk": TOPK}
@@ -21,6 +21,10 @@ def make_layer(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any
 
 def make_input(batch: int = 2, seq: int = 9, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(batch, seq, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def total(result: SparseMLAOutput) -> Tensor:
+    return result.out.sum() + (0 if result.indexer_loss is None else result.indexer_loss)
 
 
 def plain_attention(layer: SparseMLA, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,6 +163,43 @@ def test_scores_of_the_selected_keys_are_their_logits() -> None:
     torch.testing.assert_close(layer.indexer.scores(tensors, ids), logits)
 
 
+def test_ids_that_are_no_keys_have_no_score() -> None:
+    """Sequences are packed: the id S of one is not the first key of the next."""
+    layer, x = make_layer(), make_input(seq=6)
+    tensors = layer.indexer(x, layer.q_a_proj(x))
+    scores = layer.indexer.scores(tensors, torch.tensor([-1, 0, 5, 6, 7, 11, 12], dtype=torch.int32).expand(2, 6, 7))
+    assert torch.equal(scores.isfinite(), torch.tensor([0, 1, 1, 0, 0, 0, 0]).bool().expand(2, 6, 7))
+
+
+@pytest.mark.parametrize("phase", ["dense", "warmup", "sparse"])
+@pytest.mark.parametrize(("batch", "seq"), [(2, 0), (0, 9), (0, 0)])
+def test_empty_inputs(batch: int, seq: int, phase: Any) -> None:
+    layer, x = make_layer(torch.float32, phase=phase), make_input(batch, seq, torch.float32)
+    result = layer(x)
+    assert result.out.shape == x.shape
+    assert result.indexer_loss is None if phase == "dense" else result.indexer_loss == 0
+    total(result).backward()
+    for name, parameter in layer.named_parameters():
+        if phase != "dense" or not name.startswith("indexer."):
+            assert parameter.grad is not None, name
+            assert not parameter.grad.any(), name
+    assert layer.attention_to_all(x).shape == (batch, seq, seq)
+    logits = layer.indexer.logits(layer.indexer(x, layer.q_a_proj(x)))
+    assert logits.shape == (batch, seq, seq)
+    assert logits.requires_grad
+
+
+@pytest.mark.parametrize("phase", ["dense", "warmup", "sparse"])
+@pytest.mark.parametrize(("batch", "seq"), [(2, 0), (0, 9)])
+def test_empty_inputs_without_data(batch: int, seq: int, phase: Any) -> None:
+    """On a meta device and compiled, with keys in fp8."""
+    torch._dynamo.reset()
+    layer = make_layer(torch.bfloat16, phase=phase, indexer={"precision": "fp8"})
+    x = make_input(batch, seq, torch.bfloat16)
+    total(torch.compile(layer, fullgraph=True, backend="aot_eager")(x)).backward()
+    assert layer.to("meta")(x.to("meta")).out.shape == x.shape
+
+
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_fp8_selects_nearly_the_same(hadamard: bool) -> None:
     x = make_input(batch=1, seq=300, dtype=torch.float32)
@@ -220,3 +261,21 @@ def test_errors() -> None:
         LightningIndexer(8, 8, precision="fp4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="head_dim must be a power of 2 with hadamard, got 96"):
         LightningIndexer(8, 8, head_dim=96, hadamard=True)
+    for rope_dim in (31, 66, -2):
+        with pytest.raises(ValueError, match=f"rope_dim must be even, from 0 to head_dim=64, got {rope_dim}"):
+            LightningIndexer(8, 8, head_dim=64, rope_dim=rope_dim)
+    with pytest.raises(ValueError, match=r"SparseMLA: x must be \[B, S, hidden_size\], got float64 \[9, 48\]"):
+        layer(make_input()[0])
+
+
+def test_errors_of_rope() -> None:
+    x, positions = torch.zeros(2, 6, 3, 8), torch.arange(6)
+    for bad, got in ((x.long(), r"int64 \[2, 6, 3, 8\]"), (x[0, 0], r"float32 \[3, 8\]")):
+        with pytest.raises(ValueError, match=rf"x must be floating-point \[B, S, ..., D\], got {got}"):
+            apply_rope(bad, positions)
+    for columns in (3, 10, -2):
+        with pytest.raises(ValueError, match=f"columns must be even, from 0 to D=8, got {columns}"):
+            apply_rope(x, positions, columns=columns)
+    for other, got in ((positions[:1], r"int64 \[1\]"), (positions[None], r"int64 \[1, 6\]"), ([0] * 6, "list")):
+        with pytest.raises(ValueError, match=rf"positions must be a tensor \[S=6\], got {got}"):
+            apply_rope(x, other)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ void check_heads(const char* op, const Tensor& q, const Tensor& k, const Tensor&
   check_tensor(op, "k", k, ScalarType::BFloat16, {{"B", batch}, {"Hkv"}, {"Nkv"}, {"D", columns}});
   const int64_t kv_heads = k.size(1), seq_kv = k.size(2);
   check_tensor(op, "v", v, ScalarType::BFloat16, {{"B", batch}, {"Hkv", kv_heads}, {"Nkv", seq_kv}, {"D", columns}});
-  DSA_CHECK(columns == 64 || columns == 128, op, ": q's columns must be 64 or 128, got ", columns);
+  DSA_CHECK(columns == 64 || columns == 128, op, ": q's head dimension must be 64 or 128, got ", columns);
   DSA_CHECK(kv_heads >= 1 && heads % kv_heads == 0, op, ": q's heads must be a multiple of k's, got ", heads, " and ",
             kv_heads);
   check_scale(op, sm_scale);

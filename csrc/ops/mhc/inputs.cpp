@@ -17,7 +17,7 @@ void check_streams(const char* op, const Tensor& x) {
   const int64_t streams = x.size(2), columns = x.size(3);
   DSA_CHECK(streams == 2 || streams == 4, op, ": x must have 2 or 4 streams, got ", streams);
   DSA_CHECK(columns > 0 && columns % 128 == 0 && columns <= kMaxColumns, op,
-            ": x's columns must be a multiple of 128, at most ", kMaxColumns, ", got ", columns);
+            ": x's hidden size must be a multiple of 128, at most ", kMaxColumns, ", got ", columns);
   DSA_CHECK(x.size(0) * x.size(1) <= INT32_MAX, op, ": x must have fewer than 2^31 tokens, got ", describe(x));
 }
 

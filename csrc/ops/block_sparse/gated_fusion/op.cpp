@@ -19,7 +19,8 @@ void check_inputs(const char* op, const Tensor& fine, const Tensor& coarse, cons
   const Dim batch{"B", fine.size(0)}, heads{"H", fine.size(1)}, positions{"N", fine.size(2)};
   check_tensor(op, "coarse", coarse, ScalarType::BFloat16, {batch, heads, positions, {"D", fine.size(3)}});
   check_tensor(op, "gate", gate, {ScalarType::BFloat16, ScalarType::Float}, {batch, heads, positions});
-  DSA_CHECK(fine.size(3) == 64 || fine.size(3) == 128, op, ": fine's columns must be 64 or 128, got ", fine.size(3));
+  DSA_CHECK(fine.size(3) == 64 || fine.size(3) == 128, op, ": fine's head dimension must be 64 or 128, got ",
+            fine.size(3));
   DSA_CHECK(gate.numel() <= INT32_MAX, op, ": fine must have fewer than 2^31 rows, got ", describe(fine));
   check_rows_aligned(op, "fine", fine);
   check_rows_aligned(op, "coarse", coarse);
