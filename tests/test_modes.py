@@ -1,5 +1,5 @@
 """Modes of PyTorch in which operators may be used, on the CPU: the deterministic switch, derivatives that do not exist,
-torch.func, autocast."""
+torch.func, autocast, the FLOP counter."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +10,7 @@ import torch
 from modes import DIFFERENTIABLE, Args, assert_same, autocast, call, real, total, with_leaves
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import dsa_ext
 from dsa_ext import ops
@@ -307,3 +308,17 @@ def test_autocast_in_a_compiled_graph() -> None:
             return dsa_ext.sparse_mla(**args)
 
     assert torch.equal(attend(wide), dsa_ext.sparse_mla(**args))
+
+
+# ---- the FLOP counter
+
+
+@all_operators
+def test_operators_with_matrix_products_have_a_flop_formula(op: str) -> None:
+    """Those whose CPU implementation computes any. Otherwise the counter would count nothing for them."""
+    args = ORDINARY[op]()
+    with FlopCounterMode(display=False) as within:
+        ops.OPERATORS[op].implementation(**args)
+    with FlopCounterMode(display=False) as counter:
+        call(op, args)
+    assert (counter.get_total_flops() > 0) == (within.get_total_flops() > 0)

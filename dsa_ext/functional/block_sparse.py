@@ -5,6 +5,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from dsa_ext.ops._checks import check_is_tensor
+
 
 @overload
 def block_sparse_attn(
@@ -69,7 +71,7 @@ def block_sparse_attn(
     Returns:
         out, with the shape, dtype and memory layout of q (that of torch.empty_like(q)); with `return_lse` also
         lse [B, H, Nq], fp32 (float64 for float64 inputs), natural logarithm. Both are differentiable (once) with
-        respect to q, k and v. The gradients are bitwise repeatable.
+        respect to q, k and v. The gradients are deterministic (bitwise).
 
     Raises:
         RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
@@ -98,7 +100,7 @@ def coarse_attn(q: Tensor, k: Tensor, v: Tensor, *, sm_scale: float | None = Non
     Returns:
         out, with the shape, dtype and memory layout of q, 0 if there are no keys; and scores
         [B, H, ceil(Nq / 64), Nkv], fp32 (float64 for float64 inputs). Only out is differentiable (once), with respect
-        to q, k and v. Both are bitwise repeatable.
+        to q, k and v. Both are deterministic (bitwise).
 
     Raises:
         RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
@@ -160,6 +162,7 @@ def block_select(
         RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
             and what was passed. Also when there is no kernel for the GPU.
     """
+    check_is_tensor("block_select", "scores", scores)  # without a tensor, the dispatcher finds no implementation
     if mode not in ("gini_tau", "top_tau", "topk"):
         raise RuntimeError(f"dsa::block_select: mode must be 'gini_tau', 'top_tau' or 'topk', got {mode!r}")
     if (mode == "topk") != (topk is not None):
@@ -186,7 +189,7 @@ def gated_fusion(fine: Tensor, coarse: Tensor, gate: Tensor) -> Tensor:
 
     Returns:
         out, with the shape, dtype and memory layout of `fine`; computed in fp32. Differentiable (once) with respect to
-        all three arguments. The gradients are bitwise repeatable.
+        all three arguments. The gradients are deterministic (bitwise).
 
     Raises:
         RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.ops._checks import check_tensor, describe, fail
+from dsa_ext.ops._checks import check_is_tensor, check_tensor, describe, fail
 
 
 def act_quant(x: Tensor, block: int = 128, round_scale: bool = False) -> tuple[Tensor, Tensor]:
@@ -30,6 +30,7 @@ def act_quant(x: Tensor, block: int = 128, round_scale: bool = False) -> tuple[T
         RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
             and what was passed. Also when there is no kernel for the GPU.
     """
+    check_is_tensor("act_quant", "x", x)  # without a tensor, the dispatcher finds no implementation
     result: tuple[Tensor, Tensor] = torch.ops.dsa.act_quant.default(x, block, round_scale)
     return result
 
@@ -51,6 +52,7 @@ def prepare_weight(w: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor
     Raises:
         RuntimeError: w violates one of these requirements.
     """
+    check_is_tensor("prepare_weight", "w", w)
     check_tensor("prepare_weight", "w", w, (torch.bfloat16, torch.float32), N=None, K=None)
     if w.shape[1] % reference.fp8.BLOCK != 0:
         fail("prepare_weight", f"w's columns must be a multiple of {reference.fp8.BLOCK}, got {describe(w)}")

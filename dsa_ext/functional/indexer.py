@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsa_ext.ops._checks import fail
+from dsa_ext.ops._checks import check_are_tensors, describe, fail
 
 
 def indexer_logits(
@@ -140,7 +140,7 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Te
 
     Returns:
         scores [S, K], fp32 (float64 for float64 inputs). Differentiable (once) with respect to q, k and weights; the
-        incoming gradient of a padded slot has no effect. Bitwise repeatable.
+        incoming gradient of a padded slot has no effect. Deterministic (bitwise).
 
     On a GPU, NaN or infinity in a key, a query or its weights may reach the gradients of up to 15 neighboring queries,
     and of the keys that these list.
@@ -192,24 +192,15 @@ def indexer_loss(
     """
     if reduction not in ("none", "mean", "sum"):
         raise RuntimeError(f"dsa::indexer_loss: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
-    leading = scores.shape[:-1]
-    # The operator gets flattened rows and could not detect a mismatch of the leading dimensions.
-    for name, tensor, shape in (
-        ("p", p, scores.shape),
-        ("valid", valid, scores.shape),
-        ("row_weights", row_weights, leading),
-    ):
-        if tensor is not None and tensor.shape != shape:
-            fail("indexer_loss", f"{name} must have the shape {list(shape)}, of scores, got {list(tensor.shape)}")
+    try:
+        rows = _loss_rows(scores, p, valid, row_weights)
+    except AttributeError:
+        check_are_tensors("indexer_loss", (scores, p, valid, row_weights))
+        raise
     loss: Tensor
-    loss, _ = torch.ops.dsa.indexer_loss.default(
-        _rows(scores),
-        _rows(p),
-        None if valid is None else _rows(valid),
-        None if row_weights is None else row_weights.reshape(-1),
-    )
+    loss, _ = torch.ops.dsa.indexer_loss.default(*rows)
     if reduction == "none":
-        return loss.view(leading)
+        return loss.view(scores.shape[:-1])
     if reduction == "sum":
         return loss.sum()
     return _mean(loss.sum(), len(loss), row_weights)
@@ -241,8 +232,8 @@ def indexer_dense_loss(
 
     Args:
         q, k, weights: the indexer's tensors [S, Hi, Di], [S_kv, Di] and [S, Hi], as for :func:`indexer_scores`.
-        main_q, main_kv, lse: the attention's tensors [S, H, D], [S_kv, D] and [S, H], as for :func:`attn_dist`; lse is
-            that of attention to all keys.
+        main_q, main_kv, lse: the attention's tensors [S, H, D], [S_kv, D] and [S, H], as for :func:`attn_dist`: D is
+            576 or 512, H at most 128. lse is that of attention to all keys.
         row_weights: factor on each query's loss [S], like lse.
         sm_scale: factor on main_q.main_kv, D**-0.5 by default.
         causal: query s sees the keys up to q_start + s; otherwise it sees all keys.
@@ -264,6 +255,24 @@ def indexer_dense_loss(
         q, k, weights, main_q, main_kv, lse, row_weights, sm_scale, causal, q_start
     )[0]
     return loss if reduction == "sum" else _mean(loss, q.shape[0], row_weights)
+
+
+def _loss_rows(
+    scores: Tensor, p: Tensor, valid: Tensor | None, row_weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The arguments with flattened rows. The operator could not detect a mismatch of their leading dimensions."""
+    if scores.dim() == 0:
+        fail("indexer_loss", f"scores must be [.., K], got {describe(scores)}")
+    shape = scores.shape
+    for name, tensor, expected in (("p", p, shape), ("valid", valid, shape), ("row_weights", row_weights, shape[:-1])):
+        if tensor is not None and tensor.shape != expected:
+            fail("indexer_loss", f"{name} must have the shape {list(expected)}, of scores, got {list(tensor.shape)}")
+    return (
+        _rows(scores),
+        _rows(p),
+        None if valid is None else _rows(valid),
+        None if row_weights is None else row_weights.reshape(-1),
+    )
 
 
 def _mean(total: Tensor, rows: int, row_weights: Tensor | None) -> Tensor:

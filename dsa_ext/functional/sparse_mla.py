@@ -8,7 +8,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from dsa_ext.ops._checks import describe, fail
+from dsa_ext.ops._checks import check_are_tensors, describe, fail
 
 _sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
 #: The function that a call of the overload forwards to; calling it directly saves one Python frame.
@@ -95,7 +95,7 @@ def sparse_mla(
             are split into G groups of H/G <= 128 consecutive heads.
         indices: ids of the selected keys [B, S, G, K], int32, in any order.
         sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default.
-        d_v: number of columns of a value. (D, d_v) is (576, 512) or (512, 512).
+        d_v: head dimension of a value. (D, d_v) is (576, 512) or (512, 512).
         causal: hide keys that are not complete at the query's position.
         q_start: position of the first query, for a chunk of a longer sequence; 0 to 2^62.
         positions_per_key: number of positions that one key stands for.
@@ -108,10 +108,10 @@ def sparse_mla(
         out [B, S, H, d_v] in the dtype of q; with `return_lse` also lse [B, S, H]: fp32, natural logarithm, without the
         sink. Both are differentiable (once) with respect to q, kv and attn_sink.
 
-    The forward is bitwise repeatable. Under torch.use_deterministic_algorithms(True) the gradients are too, and the
-    backward takes about 1.3 times as long; otherwise the last bits of kv's gradient depend on the order of additions.
-    Nothing synchronizes with the host, and everything may be captured in a CUDA graph. The backward is fastest when ids
-    ascend along each row of `indices`.
+    The forward is deterministic (bitwise). Under torch.use_deterministic_algorithms(True) the gradients are too, and
+    the backward takes about 1.3 times as long; otherwise the last bits of kv's gradient depend on the order of
+    additions. Nothing synchronizes with the host, and everything may be captured in a CUDA graph. The backward is
+    fastest when ids ascend along each row of `indices`.
 
     On CUDA the last dimension of q, kv and indices must have stride 1 and every row of q and kv must start 16-byte
     aligned; all other strides are arbitrary, with less than 2^31 elements between positions of kv.
@@ -122,26 +122,29 @@ def sparse_mla(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    if q.dim() == 3:
-        batched: Any = _with_batch("sparse_mla_fwd", q, kv, indices, topk_length)
-        options: Any = (sm_scale, d_v, causal, q_start, positions_per_key)
-        out, lse = _sparse_mla_fwd(*batched[:3], *options, batched[3], attn_sink)
-        return (out[0], lse[0]) if return_lse else out[0]
     args = (q, kv, indices, sm_scale, d_v, causal, q_start, positions_per_key, topk_length, attn_sink)
-    if (
-        is_compiling()
-        or (
-            is_grad_enabled()
-            and (q.requires_grad or kv.requires_grad or (attn_sink is not None and attn_sink.requires_grad))
-        )
-        or forward_ad._current_level >= 0
-        or _transforms_active()
-    ):
-        result: tuple[Tensor, Tensor] = _sparse_mla_fwd(*args)
-    else:
-        # The operator's autograd layer is Python: bypassing it, and saving frames, reduces the host time of a call.
-        with _BelowAutograd():
-            result = _sparse_mla_fwd_direct(*args)
+    try:
+        if q.dim() == 3:
+            batched: Any = _with_batch("sparse_mla_fwd", q, kv, indices, topk_length)
+            out, lse = _sparse_mla_fwd(*batched[:3], *args[3:8], batched[3], attn_sink)
+            return (out[0], lse[0]) if return_lse else out[0]
+        if (
+            is_compiling()
+            or (
+                is_grad_enabled()
+                and (q.requires_grad or kv.requires_grad or (attn_sink is not None and attn_sink.requires_grad))
+            )
+            or forward_ad._current_level >= 0
+            or _transforms_active()
+        ):
+            result: tuple[Tensor, Tensor] = _sparse_mla_fwd(*args)
+        else:
+            # The operator's autograd layer is Python: bypassing it, and saving frames, reduces the host time of a call.
+            with _BelowAutograd():
+                result = _sparse_mla_fwd_direct(*args)
+    except (AttributeError, RuntimeError):
+        check_are_tensors("sparse_mla_fwd", args)  # here, where it takes no time if there is no error
+        raise
     return result if return_lse else result[0]
 
 
@@ -179,7 +182,7 @@ def attn_dist(
 
     Returns:
         dist [B, S, G, K], fp32 (float64 for float64 inputs); with `per_head_block` [ceil(H / G / 64), B, S, G, K].
-        Not differentiable: it is a training target. Bitwise repeatable.
+        Not differentiable: it is a training target. Deterministic (bitwise).
 
     Raises:
         RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
@@ -188,13 +191,16 @@ def attn_dist(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    if q.dim() == 3:
+    options: Any = (sm_scale, causal, q_start, positions_per_key, topk_length, normalize, per_head_block)
+    args = (q, kv, indices, lse, *options)
+    try:
+        if q.dim() != 3:
+            result: Tensor = torch.ops.dsa.attn_dist.default(*args)
+            return result
         batched: Any = _with_batch("attn_dist", q, kv, indices, lse, topk_length)
-        options: Any = (sm_scale, causal, q_start, positions_per_key, batched[4], normalize, per_head_block)
-        dist: Tensor = torch.ops.dsa.attn_dist.default(*batched[:4], *options)
-        dist = dist.squeeze(1) if per_head_block else dist[0]
-        return dist if indices.dim() == 3 else dist.squeeze(-2)
-    result: Tensor = torch.ops.dsa.attn_dist.default(
-        q, kv, indices, lse, sm_scale, causal, q_start, positions_per_key, topk_length, normalize, per_head_block
-    )
-    return result
+    except AttributeError:
+        check_are_tensors("attn_dist", args)
+        raise
+    dist: Tensor = torch.ops.dsa.attn_dist.default(*batched[:4], *options[:4], batched[4], *options[5:])
+    dist = dist.squeeze(1) if per_head_block else dist[0]
+    return dist if indices.dim() == 3 else dist.squeeze(-2)

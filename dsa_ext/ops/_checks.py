@@ -1,6 +1,8 @@
 """Argument checks of the CPU and fake implementations, with the same messages as the checks in csrc/."""
 
-from typing import NoReturn
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ _CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def fail(op: str, text: str) -> NoReturn:
-    raise RuntimeError(f"dsa::{op}: {text}")
+    raise RuntimeError(f"dsa::{op}: {text}") from None
 
 
 def describe(tensor: Tensor) -> str:
@@ -21,6 +23,26 @@ def describe(tensor: Tensor) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def check_is_tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        fail(op, f"{name} must be a tensor, got {None if value is None else type(value).__name__}")
+
+
+def check_are_tensors(op: str, args: Sequence[Any]) -> None:
+    """Checks the types of the arguments, in the order of the schema, that the schema declares as tensors."""
+    for (name, required), value in zip(_tensor_arguments(op), args, strict=False):
+        if required or (required is not None and value is not None):
+            check_is_tensor(op, name, value)
+
+
+@cache
+def _tensor_arguments(op: str) -> list[tuple[str, bool | None]]:
+    """For each argument its name, and whether it is a required tensor; None if it is no tensor."""
+    required = {"Tensor": True, "Optional[Tensor]": False}
+    arguments = getattr(torch.ops.dsa, op).default._schema.arguments
+    return [(argument.name, required.get(str(argument.type))) for argument in arguments]
 
 
 def check_tensor(

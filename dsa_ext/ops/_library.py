@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsa_ext import _native
-from dsa_ext.ops._checks import fail
+from dsa_ext.ops._checks import check_are_tensors, fail
 
 #: Schemas are defined here, in Python, so that a pure-Python install has the operators too; the compiled library adds
 #: the CUDA implementations.
@@ -67,13 +67,18 @@ def _above_devices(op: str, with_gradient: Callable[..., Any]) -> None:
 
     def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         keyset = keyset & torch._C._after_autograd_keyset
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(op, args)
-        if torch.is_grad_enabled() and any_requires_grad(*args):
-            if transforms_active():
-                fail(op, "the gradient transforms of torch.func are not supported, use torch.autograd")
-            return with_gradient(keyset, *args)
-        return redispatch(keyset, *args)
+        try:
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(op, args)
+            if torch.is_grad_enabled() and any_requires_grad(*args):
+                if transforms_active():
+                    fail(op, "the gradient transforms of torch.func are not supported, use torch.autograd")
+                return with_gradient(keyset, *args)
+            return redispatch(keyset, *args)
+        except (AttributeError, RuntimeError):
+            # The dispatcher passes None for a tensor on, and a CUDA implementation cannot say which argument it is.
+            check_are_tensors(op, args)
+            raise
 
     library.impl(op, autograd, "Autograd", with_keyset=True)
 
@@ -144,7 +149,9 @@ def follow_autocast(op: str, *names: str) -> None:
         def autocast(*args: Any) -> Any:
             if torch.get_autocast_dtype(device) == torch.bfloat16:
                 args = tuple(
-                    arg.bfloat16() if i in cast and arg.device.type == device and arg.dtype in _AUTOCAST_DTYPES else arg
+                    arg.bfloat16()
+                    if i in cast and arg is not None and arg.device.type == device and arg.dtype in _AUTOCAST_DTYPES
+                    else arg
                     for i, arg in enumerate(args)
                 )
             with torch._C._ExcludeDispatchKeyGuard(keys):

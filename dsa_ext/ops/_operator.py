@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ext.ops import _library
+from dsa_ext.ops._checks import check_are_tensors
 
 Args = Any  # a record: mypy does not know its fields
 Results = Tensor | tuple[Tensor, ...]
@@ -28,7 +29,8 @@ class Operator:
 
     Args:
         schema: as for torch.library.Library.define.
-        check: raises an error if an argument is invalid, as far as its metadata shows.
+        check: raises an error if an argument is invalid, as far as its metadata shows. That a required tensor is not
+            None has been checked before.
         fake: allocates the results.
         reference: the CPU implementation. Its parameters are names of arguments of the schema, and it gets only these.
         composite: instead of `reference`, an implementation that calls other operators, for every device.
@@ -41,7 +43,7 @@ class Operator:
         autograd: instead of `backward`, a torch.autograd.Function, which also gets the dispatch keys below autograd.
         cast: names of the arguments that torch.autocast casts to bf16.
         flops: takes a record of the arguments, with shapes for tensors, and returns the number of operations for
-            torch.utils.flop_counter.
+            torch.utils.flop_counter. Operators with matrix products have it.
 
     If the last argument is named `deterministic`, torch.use_deterministic_algorithms sets it.
     """
@@ -111,8 +113,14 @@ class Operator:
         return lambda args: self.reference(*(args[i] for i in places))
 
     def _checked(self, check: Callable[[Args], None], compute: Callable[[Args], Results]) -> Callable[..., Results]:
+        arguments = self.overload._schema.arguments
+        required = [i for i, argument in enumerate(arguments) if str(argument.type) == "Tensor"]
+
         def checked(*args: Any, **options: Any) -> Results:
             record = self.bind(*args, **options)
+            for i in required:
+                if record[i] is None:
+                    check_are_tensors(self.name, record)
             check(record)
             return compute(record)
 

@@ -23,7 +23,7 @@ _LISTS = "Tensor q2k_index, Tensor q2k_num, Tensor? kv_block_size=None"
 def _check_columns(a: Args, name: str) -> None:
     columns = getattr(a, name).shape[3]
     if columns not in _COLUMNS:
-        fail(a.op, f"{name}'s columns must be 64 or 128, got {columns}")
+        fail(a.op, f"{name}'s head dimension must be 64 or 128, got {columns}")
 
 
 def _check_attention(a: Args) -> None:

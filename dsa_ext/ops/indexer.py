@@ -1,5 +1,6 @@
 """The indexer's scores of all keys and of listed keys, top-k selection, its loss, and their gradients."""
 
+import math
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from dsa_ext.ops._checks import (
 )
 from dsa_ext.ops._library import not_differentiable_again
 from dsa_ext.ops._operator import OPERATORS, Args, Operator
+from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, WIDTHS
 from dsa_ext.reference.indexer import empty_logits, runs
 from dsa_ext.reference.numerics import compute_dtype
 
@@ -53,7 +55,7 @@ def _check_heads(a: Args) -> None:
     if heads not in _HEADS:
         fail(a.op, f"q's heads must be 8, 16, 32 or 64, got {heads}")
     if dim not in _DIMS:
-        fail(a.op, f"q's columns must be 64 or 128, got {dim}")
+        fail(a.op, f"q's head dimension must be 64 or 128, got {dim}")
 
 
 def _check_bounded(a: Args, k_scale: Tensor | None = None) -> None:
@@ -236,8 +238,13 @@ def _check_dense_loss(a: Args) -> None:
     _check_unbounded(a)
     seq = a.q.shape[0]
     check_tensor(a.op, "main_q", a.main_q, a.q.dtype, S=seq, H=None, D=None)
-    check_tensor(a.op, "main_kv", a.main_kv, a.q.dtype, S_kv=a.k.shape[0], D=a.main_q.shape[2])
-    check_tensor(a.op, "lse", a.lse, a.weights.dtype, S=seq, H=a.main_q.shape[1])
+    heads, columns = a.main_q.shape[1:]
+    if heads > MAX_HEADS_PER_GROUP:
+        fail(a.op, f"main_q's heads must be at most {MAX_HEADS_PER_GROUP}, got {heads}")
+    if columns not in WIDTHS:
+        fail(a.op, f"main_q's head dimension must be 576 or 512, got {columns}")
+    check_tensor(a.op, "main_kv", a.main_kv, a.q.dtype, S_kv=a.k.shape[0], D=columns)
+    check_tensor(a.op, "lse", a.lse, a.weights.dtype, S=seq, H=heads)
     if a.row_weights is not None:
         check_tensor(a.op, "row_weights", a.row_weights, a.weights.dtype, S=seq)
     check_same_device(a.op, "q", a.q, main_q=a.main_q, main_kv=a.main_kv, lse=a.lse, row_weights=a.row_weights)
@@ -283,6 +290,12 @@ def _no_gradients(a: Args) -> tuple[Tensor, ...]:
 
 def _fake_dense_loss(a: Args) -> tuple[Tensor, ...]:
     return a.weights.new_empty(()), *(_fake_gradients(a) if a.gradients else _no_gradients(a))
+
+
+def _dense_loss_products(a: Args) -> int:
+    """Operations of the scores, with their gradients if these are computed, and of the attention to all keys."""
+    attention: int = 2 * math.prod(a.main_q) * a.k[0]
+    return attention + (4 if a.gradients else 1) * _matmul(a, a.k[0])
 
 
 def _forward_with_gradients(
@@ -345,4 +358,5 @@ Operator(
     composite=_dense_loss,
     autograd=_DenseLossFunction,
     cast=("q", "k", "main_q", "main_kv"),
+    flops=_dense_loss_products,
 )

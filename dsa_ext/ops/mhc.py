@@ -19,7 +19,7 @@ def _check_streams(a: Args) -> None:
     if streams not in STREAMS:
         fail(a.op, f"x must have 2, 4 or 8 streams, got {streams}")
     if columns % 128 != 0 or not 0 < columns <= _MAX_COLUMNS:
-        fail(a.op, f"x's columns must be a multiple of 128, at most {_MAX_COLUMNS}, got {columns}")
+        fail(a.op, f"x's hidden size must be a multiple of 128, at most {_MAX_COLUMNS}, got {columns}")
 
 
 def _check_like_x(a: Args, name: str, **dims: int) -> None:
@@ -108,6 +108,13 @@ def _post_backward(a: Args, dout: Tensor | None) -> dict[str, Tensor | None]:
     return dict(zip(("x", "y", "h_post", "h_res"), torch.ops.dsa.mhc_post_bwd(dout, *a), strict=True))
 
 
+def _mixing(a: Args) -> int:
+    """Operations of the product of all tokens' n x n matrices and streams."""
+    batch, length, streams, columns = a.x
+    count: int = 2 * batch * length * streams * streams * columns
+    return count
+
+
 def _product(a: Args) -> int:
     """Operations of the product of phi and the streams of all tokens."""
     batch, length = a.x[:2]
@@ -145,10 +152,12 @@ Operator(
     saves=("x", "y", "h_post", "h_res"),
     backward=_post_backward,
     cast=("x", "y"),
+    flops=_mixing,
 )
 Operator(
     f"mhc_post_bwd(Tensor dout, {_POST}) -> (Tensor dx, Tensor dy, Tensor dh_post, Tensor dh_res)",
     check=_check_post_bwd,
     fake=lambda a: tuple(t.new_empty(t.shape) for t in (a.x, a.y, a.h_post, a.h_res)),
     reference=reference.mhc_post_bwd,
+    flops=lambda a: 2 * _mixing(a),  # the gradients of x and of the matrices
 )

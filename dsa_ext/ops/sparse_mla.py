@@ -17,8 +17,9 @@ from dsa_ext.ops._operator import Args, Operator
 from dsa_ext.reference.numerics import compute_dtype
 from dsa_ext.reference.sparse_mla import HEADS_PER_BLOCK
 
-_SHAPES = ((576, 512), (512, 512))
-_MAX_HEADS_PER_GROUP = 128
+WIDTHS = (576, 512)
+MAX_HEADS_PER_GROUP = 128
+_VALUE_COLUMNS = 512
 #: Arguments that say which slots a query sees.
 _SLOTS = "bool causal=True, SymInt q_start=0, SymInt positions_per_key=1, Tensor? topk_length=None"
 
@@ -35,8 +36,8 @@ def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
         check_tensor(a.op, "topk_length", a.topk_length, torch.int32, B=batch, S=seq)
     if attn_sink is not None:
         check_tensor(a.op, "attn_sink", attn_sink, compute_dtype(a.q), H=heads)
-    if groups < 1 or heads % groups != 0 or heads // groups > _MAX_HEADS_PER_GROUP:
-        expected = f"a multiple of kv's groups, at most {_MAX_HEADS_PER_GROUP} per group"
+    if groups < 1 or heads % groups != 0 or heads // groups > MAX_HEADS_PER_GROUP:
+        expected = f"a multiple of kv's groups, at most {MAX_HEADS_PER_GROUP} per group"
         fail(a.op, f"q's heads must be {expected}, got {heads} heads and {groups} groups")
     if a.indices.shape[3] < 1:
         fail(a.op, f"indices must have at least one slot per row, got {describe(a.indices)}")
@@ -49,7 +50,7 @@ def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
 
 def _check(a: Args) -> None:
     _check_common(a, a.attn_sink)
-    if (a.q.shape[3], a.d_v) not in _SHAPES:
+    if a.q.shape[3] not in WIDTHS or a.d_v != _VALUE_COLUMNS:
         fail(a.op, f"(Dqk, d_v) must be (576, 512) or (512, 512), got ({a.q.shape[3]}, {a.d_v})")
 
 
@@ -67,7 +68,7 @@ def _check_bwd(a: Args) -> None:
 def _check_dist(a: Args) -> None:
     _check_common(a)
     batch, seq, heads, d_qk = a.q.shape
-    if all(d_qk != width for width, _ in _SHAPES):
+    if d_qk not in WIDTHS:
         fail(a.op, f"Dqk must be 576 or 512, got {d_qk}")
     check_tensor(a.op, "lse", a.lse, compute_dtype(a.q), B=batch, S=seq, H=heads)
     check_same_device(a.op, "q", a.q, lse=a.lse)

@@ -194,13 +194,13 @@ def attn_dist(
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     visible = visible_slots(indices, kv.shape[1], causal, q_start, positions_per_key, topk_length)
     group_heads = q.shape[2] // kv.shape[2]
-    blocks = -(-group_heads // HEADS_PER_BLOCK) if per_head_block else 1
+    blocks, size = (-(-group_heads // HEADS_PER_BLOCK), HEADS_PER_BLOCK) if per_head_block else (1, group_heads)
     dist = q.new_zeros(blocks, *indices.shape, dtype=compute_dtype(q))
     for chunk in query_chunks(q, kv, indices, visible):
         chunk_lse = lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])
         p = chunk.probabilities(chunk_lse, scale).masked_fill((chunk_lse == -torch.inf)[..., None], 0)
-        for block, p_block in enumerate(p.split(HEADS_PER_BLOCK if per_head_block else max(1, group_heads), dim=3)):
-            dist[block, :, chunk.queries] = p_block.sum(3)
+        for block in range(blocks):
+            dist[block, :, chunk.queries] = p[:, :, :, block * size : (block + 1) * size].sum(3)
     if per_head_block:
         return dist
     return dist[0] / dist[0].sum(-1, keepdim=True).clamp(min=1e-10) if normalize else dist[0]
