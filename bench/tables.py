@@ -23,14 +23,14 @@ BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", r
 
 Case = dict[str, Any]
 
-#: Operator, case and sentence of each headline figure. The sentence is filled with the fields of the case and the range
-#: of ratios.
+#: Operator, case and sentence of each headline figure. The sentence is filled with the fields of the case, the range of
+#: ratios to the same peer, and the peer's name without the way in which it was timed.
 HEADLINES = (
     (
         "sparse_mla_fwd",
         "h128_skv131072",
         "Forward of sparse attention: **{tflops:.0f} TFLOP/s** with 128 heads, 131072 keys and 2048 selected keys for "
-        "each query; {ratio:.2f} times {peer} ({low:.2f} to {high:.2f} over all shapes).",
+        "each query; {ratio:.2f} times {peer} ({low:.2f} to {high:.2f} over the shapes with a figure of {library}).",
     ),
     (
         "sparse_mla_bwd",
@@ -46,7 +46,7 @@ HEADLINES = (
     (
         "topk_select",
         "4096x131072",
-        "Exact selection of 2048 of 131072 logits in 4096 rows: **{ms:.2f} ms**, {ratio:.2f} times {peer} "
+        "Exact top-2048 of 131072 logits, 4096 rows: **{ms:.2f} ms**, {ratio:.2f} times {peer} "
         "({low:.2f} to {high:.2f}).",
     ),
     (
@@ -145,13 +145,21 @@ def block(name: str, page: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def library_of(case: Case) -> str:
+    """The peer of a case, whether it was rested or not."""
+    name: str = case["peer"]
+    return name.removesuffix(", rested")
+
+
 def headlines() -> str:
     lines = []
     for op, name, sentence in HEADLINES:
         cases = json.loads((ROOT / RESULTS / f"{op}.json").read_text())["cases"]
-        ratios = [case["ratio"] for case in cases if case["ratio"]]
         case = next(case for case in cases if case["name"] == name)
-        lines.append("- " + sentence.format(**case, seconds=case["ms"] / 1e3, low=min(ratios), high=max(ratios)))
+        library = library_of(case)
+        ratios = [other["ratio"] for other in cases if other["ratio"] and library_of(other) == library]
+        values = {"seconds": case["ms"] / 1e3, "low": min(ratios), "high": max(ratios), "library": library}
+        lines.append("- " + sentence.format(**case, **values))
     return "\n".join(lines) + "\n"
 
 

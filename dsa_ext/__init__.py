@@ -11,3 +11,8 @@ from dsa_ext.functional.mhc import *  # noqa: F403
 from dsa_ext.functional.sparse_mla import *  # noqa: F403
 
 __all__ = ["__version__", "build_info", *functional.__all__]
+
+
+def __dir__() -> list[str]:
+    """Without what the modules of `functional` import: type checkers know the functions by the imports above alone."""
+    return sorted([*__all__, "functional", "nn", "ops"])

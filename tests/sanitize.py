@@ -359,7 +359,9 @@ def sanitized(tool: str, part: str, sanitizer: str) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", choices=PARTS, metavar="NAME", help="the calls of this part, in this process")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME", help=f"parts: {', '.join(PARTS)}"
+    )
     parser.add_argument("--tool", nargs="+", choices=TOOLS, default=TOOLS)
     default = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     parser.add_argument("--sanitizer", default=default, metavar="PATH")
