@@ -3,8 +3,10 @@
 import pytest
 import torch
 from modes import INDEXER, MODULES, assert_same, autocast, make_module, results_of, total
+from torch import Tensor
+from torch.autograd import forward_ad
 
-from dsa_ext.nn import BlockSparseAttention, FP8Linear, LightningIndexer, apply_rope
+from dsa_ext.nn import BlockSparseAttention, FP8Linear, HyperConnection, LightningIndexer, apply_rope
 from dsa_ext.nn.heads import absorbed_queries, multiply_heads
 from dsa_ext.nn.rotary import rope_tables
 
@@ -93,6 +95,60 @@ def test_parameters_are_reset_after_a_meta_device(name: str) -> None:
                 assert torch.equal(got, wanted)
             else:
                 assert got.abs().max() <= 1.5 * wanted.abs().max()
+
+
+def make_input(module: torch.nn.Module, *several: int) -> Tensor:
+    shape = {HyperConnection: (1, 5, 4, 128), FP8Linear: (1, 5, 128)}.get(type(module), (1, 5, 48))
+    return torch.randn(*several, *shape, generator=torch.Generator().manual_seed(1))
+
+
+def floats(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    """The floating-point results for x."""
+    results = module(x, x) if isinstance(module, LightningIndexer) else module(x)
+    results = results if isinstance(results, tuple) else (results,)
+    return tuple(result for result in results if result is not None and result.is_floating_point())
+
+
+@all_modules
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_of_modules_is_a_loop(name: str) -> None:
+    module = make_module(name)
+    several = make_input(module, 2).requires_grad_(name != "FP8Linear")
+    got = torch.vmap(lambda x: floats(module, x))(several)
+    expected = tuple(map(torch.stack, zip(*(floats(module, x) for x in several), strict=True)))
+    torch.testing.assert_close(got, expected)
+    if several.requires_grad:
+        torch.testing.assert_close(*(torch.autograd.grad(total(results), several) for results in (got, expected)))
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(("FP8Linear", "LightningIndexer"))])
+def test_gradient_transforms_of_modules_name_an_operator(name: str) -> None:
+    module = make_module(name)
+    x = make_input(module)
+
+    def loss(x: Tensor) -> Tensor:
+        return floats(module, x)[0].sum()
+
+    with pytest.raises(RuntimeError, match=r"^dsa::.*: the gradient transforms of torch.func are not supported"):
+        torch.func.grad(loss)(x)
+    with pytest.raises(RuntimeError, match=r"^dsa::.*: forward-mode differentiation \(jvp\) is not supported"):
+        torch.func.jvp(loss, (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"^dsa::.*: forward-mode differentiation"):
+        loss(forward_ad.make_dual(x, x))
+
+
+def test_transforms_of_rope() -> None:
+    """It is linear in x, and no operator: all transforms work."""
+    x, tangent = torch.randn(2, 2, 3, 4, 6, dtype=torch.float64)
+
+    def rotate(x: Tensor) -> Tensor:
+        return apply_rope(x, torch.arange(3) + 5, columns=4)
+
+    assert torch.equal(torch.vmap(rotate)(x[:, None])[:, 0], rotate(x))
+    torch.testing.assert_close(torch.func.jvp(rotate, (x,), (tangent,)), (rotate(x), rotate(tangent)))
+    leaf = x.clone().requires_grad_()
+    expected = torch.autograd.grad(rotate(leaf).square().sum(), leaf)[0]
+    torch.testing.assert_close(torch.func.grad(lambda x: rotate(x).square().sum())(x), expected)
 
 
 @pytest.mark.parametrize("function", ["rope", "multiply_heads", "absorbed_queries"])

@@ -20,19 +20,31 @@ class BlockSizes:
     a CPU tensor, and what the kernels need is copied to `device` here, once.
 
     Args:
-        sizes: number of valid tokens per block, 0 to 64.
+        sizes: number of valid tokens per block, integers from 0 to 64.
         device: device of the layers.
     """
 
     def __init__(self, sizes: Sequence[int] | Tensor, device: torch.device | str | None = None) -> None:
         if isinstance(sizes, Tensor) and sizes.device.type != "cpu":
             raise ValueError(f"BlockSizes: sizes must be known to the host, got a tensor on {sizes.device}")
-        numbers = torch.as_tensor(sizes, dtype=torch.int32)
-        if numbers.dim() != 1 or bool((numbers < 0).any()) or bool((numbers > BLOCK).any()) or not numbers.any():
-            raise ValueError(f"BlockSizes: sizes must be numbers from 0 to {BLOCK}, not all 0, got {numbers.tolist()}")
-        filled = numbers.nonzero()[:, 0]
+        error = f"BlockSizes: sizes must be integers from 0 to {BLOCK}, not all 0, got"
+        try:
+            numbers = torch.as_tensor(sizes, device="cpu")
+        except (RuntimeError, TypeError, ValueError):
+            raise ValueError(f"{error} {sizes!r}") from None
+        whole = numbers.long()
+        if (
+            numbers.is_floating_point()
+            or numbers.dtype == torch.bool
+            or numbers.dim() != 1
+            or not whole.any()
+            or bool(((whole < 0) | (whole > BLOCK)).any())
+        ):
+            raise ValueError(f"{error} {numbers.tolist()}")
+        device = torch.get_default_device() if device is None else device
+        filled = whole.nonzero()[:, 0]
         self.count = len(numbers)
-        self.sizes = numbers.to(device)  # int32 [count]
+        self.sizes = whole.int().to(device)  # int32 [count]
         #: Ids of the blocks that are not empty, int32; None if no block is empty.
         self.filled = None if len(filled) == self.count else filled.int().to(device)
 
@@ -70,6 +82,9 @@ class BlockKVCache:
     def append(self, k: Tensor, v: Tensor, kv_pool: Tensor) -> None:
         """Appends k and v [B, Hkv, 64 * n, D], any strides, and pools their blocks by the weights [2 * Hkv, 64]."""
         begin, end = self.length, self.length + k.shape[2]
+        weights = [self._tokens.shape[2], BLOCK]
+        if list(kv_pool.shape) != weights:
+            raise ValueError(f"BlockKVCache: kv_pool must be {weights}, got {list(kv_pool.shape)}")
         if k.shape[2] % BLOCK != 0:
             raise ValueError(f"BlockKVCache: new tokens must be whole blocks of {BLOCK}, got {k.shape[2]}")
         if end > self.capacity:
@@ -153,6 +168,8 @@ class BlockSparseAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim, self.mode = heads, kv_heads, head_dim, mode
         self.limits: dict[str, Any] = {"topk": topk, "tau": tau, "min_blocks": min_blocks}
         self.limits |= {"min_ratio": min_ratio, "max_ratio": max_ratio}
+        # Checks mode and limits.
+        functional.block_select(torch.empty(0, 0, 0, 1, device="meta", dtype=torch.float32), mode, **self.limits)
 
         def linear(columns: int, rows: int) -> nn.Linear:
             return nn.Linear(columns, rows, bias=bias, device=device, dtype=dtype)
@@ -187,6 +204,9 @@ class BlockSparseAttention(nn.Module):
             [B, N, hidden_size]
         """
         length = x.shape[1]
+        if kv_block_size is not None and not isinstance(kv_block_size, BlockSizes):
+            got = type(kv_block_size).__name__
+            raise TypeError(f"BlockSparseAttention: kv_block_size must be a BlockSizes, got {got}")
         if kv_block_size is not None and length != kv_block_size.count * BLOCK:
             raise ValueError(
                 f"BlockSparseAttention: x must have {kv_block_size.count} blocks of {BLOCK} tokens, got {length} tokens"

@@ -24,6 +24,8 @@ class FP8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear, *, round_scale: bool = False) -> None:
         super().__init__()
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"FP8Linear: linear must be an nn.Linear, got {type(linear).__name__}")
         self.in_features, self.out_features, self.round_scale = linear.in_features, linear.out_features, round_scale
         weight, scale = functional.prepare_weight(linear.weight.float(), round_scale)
         self.register_buffer("weight", weight)
@@ -35,6 +37,8 @@ class FP8Linear(nn.Module):
         """Maps [..., in_features], bf16 or fp32, to [..., out_features], bf16."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise ValueError("FP8Linear: it has no gradients, call under torch.no_grad()")
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"FP8Linear: x must be [..., {self.in_features}], got {list(x.shape)}")
         rows, scales = functional.act_quant(x.reshape(-1, self.in_features), round_scale=self.round_scale)
         weight_scale = self.weight_scale[:, : self.in_features // BLOCK]
         out = functional.fp8_gemm(rows, scales, self.weight, weight_scale)

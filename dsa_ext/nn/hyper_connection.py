@@ -66,6 +66,11 @@ class HyperConnection(nn.Module):
         self.bias = nn.Parameter(torch.empty(mixed, device=device, dtype=dtype))
         self.gamma = nn.Parameter(torch.empty(columns, device=device, dtype=dtype))
         self.reset_parameters()
+        parameters = (self.phi, self.alpha, self.bias, self.gamma)
+        phi, alpha, bias, gamma = (p.detach().to("meta", torch.float32) for p in parameters)
+        x = torch.empty(0, 0, streams, hidden_size, device="meta", dtype=torch.bfloat16)
+        # Checks the arguments.
+        functional.mhc_post(x, *functional.mhc_pre(x, phi, alpha, bias, gamma, eps), iterations)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -91,6 +96,9 @@ class HyperConnection(nn.Module):
         """
         h_in, h_post, h_res = self.read(x)
         result = self.layer(h_in, *args, **kwargs)
-        y, *others = result if isinstance(result, tuple) else (result,)
+        y = result[0] if isinstance(result, tuple) and result else result
+        if not isinstance(y, Tensor):
+            got = type(y).__name__
+            raise TypeError(f"HyperConnection: layer must return a tensor, or a tuple that begins with one, got {got}")
         out = functional.mhc_post(x, y, h_post, h_res, self.iterations)
-        return (out, *others) if isinstance(result, tuple) else out
+        return (out, *result[1:]) if isinstance(result, tuple) else out

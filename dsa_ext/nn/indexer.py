@@ -1,6 +1,6 @@
 """The lightning indexer: projections around indexer_logits, indexer_topk and indexer_scores."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class LightningIndexer(nn.Module):
         q_lora_rank: columns of the layer's query latent.
         heads: number of heads Hi: 8, 16, 32 or 64.
         head_dim: columns per head Di: 64 or 128.
-        rope_dim: number of columns with RoPE.
+        rope_dim: number of columns with RoPE, even.
         rope_theta: base of RoPE's frequencies.
         hadamard: multiply q and k by the orthogonal Hadamard matrix, which leaves q.k unchanged and spreads outliers
             before quantization to fp8.
@@ -61,12 +61,22 @@ class LightningIndexer(nn.Module):
             raise ValueError(f"LightningIndexer: precision must be 'fp8' or 'bf16', got {precision!r}")
         if hadamard and head_dim & (head_dim - 1):
             raise ValueError(f"LightningIndexer: head_dim must be a power of 2 with hadamard, got {head_dim}")
+        if rope_dim % 2 != 0 or not 0 <= rope_dim <= head_dim:
+            raise ValueError(f"LightningIndexer: rope_dim must be even, from 0 to head_dim={head_dim}, got {rope_dim}")
         self.heads, self.head_dim, self.rope_dim, self.hadamard = heads, head_dim, rope_dim, hadamard
         self.rope_theta, self.precision = rope_theta, precision
         self.wq_b = nn.Linear(q_lora_rank, heads * head_dim, bias=False, device=device, dtype=dtype)
         self.wk = nn.Linear(hidden_size, head_dim, bias=False, device=device, dtype=dtype)
         self.k_norm = nn.LayerNorm(head_dim, device=device, dtype=dtype)
         self.weights_proj = nn.Linear(hidden_size, heads, bias=False, device=device, dtype=dtype)
+        self.check_topk(1)
+
+    def check_topk(self, topk: int) -> None:
+        """Raises the error of a selection of `topk` keys, or of these heads, if the operators do not take them."""
+        q = torch.empty(0, self.heads, self.head_dim, device="meta", dtype=torch.bfloat16)
+        weights = q.new_empty(0, self.heads, dtype=torch.float32)
+        bounds = q.new_empty(0, dtype=torch.int32)
+        functional.indexer_topk(q, q.new_empty(0, self.head_dim), weights, bounds, bounds, topk)
 
     def forward(self, x: Tensor, q_latent: Tensor, q_start: int = 0) -> IndexerTensors:
         """`x` [B, S, hidden_size] and `q_latent` [B, S, q_lora_rank]; the first token is at position `q_start`."""
@@ -98,18 +108,26 @@ class LightningIndexer(nn.Module):
         return ids.view(*tensors.k.shape[:2], topk)
 
     def scores(self, tensors: IndexerTensors, ids: Tensor) -> Tensor:
-        """Scores of the listed keys [B, S, K], -inf where an id is negative. Differentiable."""
+        """Scores of the listed keys [B, S, K], -inf where an id is not one of the S keys. Differentiable."""
         q, k, weights = (t.flatten(0, 1) for t in tensors)
         packed = ids.flatten(0, 1)
         if len(tensors.k) > 1:
             starts, _ = _bounds(tensors.k)
-            packed = torch.where(packed >= 0, packed + starts[:, None], -1)
+            # An id of S or more would be a key of the next sequence.
+            packed = torch.where((packed >= 0) & (packed < tensors.k.shape[1]), packed + starts[:, None], -1)
         return functional.indexer_scores(q, k, weights, packed).view(ids.shape)
 
     def logits(self, tensors: IndexerTensors) -> Tensor:
         """Scores of all keys up to each query's own position [B, S, S], -inf for later ones. Differentiable."""
         starts, ends = _bounds(tensors.k[:1])
-        return torch.stack([functional.indexer_logits(q, k, w, starts, ends) for q, k, w in zip(*tensors, strict=True)])
+        logits = [functional.indexer_logits(q, k, weights, starts, ends) for q, k, weights in sequences(*tensors)]
+        return torch.stack(logits).view(*tensors.k.shape[:2], tensors.k.shape[1])
+
+
+def sequences(*tensors: Tensor) -> list[tuple[Any, ...]]:
+    """The tensors of each sequence of a batch. An empty batch gives those of one sequence without tokens: results that
+    are computed from them have the usual dtype and graph."""
+    return list(zip(*tensors, strict=True)) or [tuple(t.flatten(0, 1) for t in tensors)]
 
 
 def _bounds(k: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +140,8 @@ def _bounds(k: Tensor) -> tuple[Tensor, Tensor]:
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows quantized to float8_e4m3fn, and the scale of each row, fp32."""
-    scale = torch.linalg.vector_norm(x, torch.inf, dim=-1).float().clamp(min=1e-4) / torch.finfo(_FP8).max
+    # dim=-1 is an error for an empty meta tensor.
+    scale = torch.linalg.vector_norm(x, torch.inf, dim=x.dim() - 1).float().clamp(min=1e-4) / torch.finfo(_FP8).max
     return (x / scale[..., None]).to(_FP8), scale
 
 

@@ -4,25 +4,47 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from dsa_ext.ops._checks import describe
 
 
 def apply_rope(x: Tensor, positions: Tensor, theta: float = 10_000.0, *, columns: int | None = None) -> Tensor:
     """Rotates column i of the first half and column i of the second by the angle positions * theta**(-i / half).
 
     Args:
-        x: [B, S, ..., D].
+        x: [B, S, ..., D], floating-point.
         positions: [S].
         theta: base of the frequencies.
         columns: number of leading columns to rotate, even; the others are unchanged. All by default.
     """
+    if x.dim() < 3 or not x.is_floating_point():
+        raise ValueError(f"apply_rope: x must be floating-point [B, S, ..., D], got {describe(x)}")
     columns = x.shape[-1] if columns is None else columns
+    if columns % 2 != 0 or not 0 <= columns <= x.shape[-1]:
+        raise ValueError(f"apply_rope: columns must be even, from 0 to D={x.shape[-1]}, got {columns}")
+    if not isinstance(positions, Tensor) or positions.shape != x.shape[1:2]:
+        got = describe(positions) if isinstance(positions, Tensor) else type(positions).__name__
+        raise ValueError(f"apply_rope: positions must be a tensor [S={x.shape[1]}], got {got}")
     return rotated(x, *rope_tables(x, positions, theta, columns))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """apply_rope with given tables."""
+    if not is_compiling() and transformed():
+        half = cos.shape[-1]
+        first, second, others = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+        turned = (first * cos).addcmul(second, sin, value=-1), (second * cos).addcmul(first, sin)
+        return torch.cat([*turned, others], dim=-1)
     result: Tensor = _Rope.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return result
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is active. These do not take the autograd
+    functions of this package, but plain formulas; then the operators either loop or raise an error of their own."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def rope_tables(x: Tensor, positions: Tensor, theta: float, columns: int) -> tuple[Tensor, Tensor]:

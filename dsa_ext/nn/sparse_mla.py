@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from dsa_ext import functional
 from dsa_ext.nn.heads import absorbed_queries, multiply_heads
-from dsa_ext.nn.indexer import LightningIndexer
+from dsa_ext.nn.indexer import LightningIndexer, sequences
 from dsa_ext.nn.rotary import apply_rope, rope_tables
+from dsa_ext.ops._checks import describe
 
 Phase = Literal["dense", "warmup", "sparse"]
 _PHASES = ("dense", "warmup", "sparse")
@@ -38,7 +39,7 @@ class SparseMLA(nn.Module):
     `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`, and those of `indexer` (see LightningIndexer). RoPE
     is half-split, and applied to the last columns of each head of q and of the output of `kv_a_proj_with_mqa`.
 
-    On a GPU the layer must be in bf16. On the CPU it may be in any floating-point dtype.
+    On a GPU the layer must be in bf16. On the CPU it may also be in fp32 or float64.
 
     Args:
         hidden_size: columns of the input and of the output.
@@ -87,6 +88,11 @@ class SparseMLA(nn.Module):
         self.o_proj = linear(heads * v_dim, hidden_size)
         options = {"rope_theta": rope_theta, "device": device, "dtype": dtype, **(indexer or {})}
         self.indexer = LightningIndexer(hidden_size, q_lora_rank, **options)
+        self.indexer.check_topk(topk)
+        q = torch.empty(1, 0, heads, kv_lora_rank + rope_dim, device="meta", dtype=torch.bfloat16)
+        functional.sparse_mla(
+            q, q[:, :, :1], q.new_empty(1, 0, 1, 1, dtype=torch.int32), d_v=kv_lora_rank
+        )  # checks them
 
     @property
     def phase(self) -> Phase:
@@ -100,6 +106,8 @@ class SparseMLA(nn.Module):
 
     def forward(self, x: Tensor) -> SparseMLAOutput:
         """`x` [B, S, hidden_size], positions 0 to S - 1."""
+        if x.dim() != 3:
+            raise ValueError(f"SparseMLA: x must be [B, S, hidden_size], got {describe(x)}")
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         key_weight, value_weight = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank).split(
             [self.nope_dim, self.v_dim], dim=1
@@ -119,7 +127,7 @@ class SparseMLA(nn.Module):
             return SparseMLAOutput(out, None, ids)
         q, kv, lse = q.detach(), kv.detach(), lse.detach()
         if ids is None:
-            rows = zip(*tensors, q, kv[:, :, 0], lse, strict=True)
+            rows = sequences(*tensors, q, kv[:, :, 0], lse)
             losses = [functional.indexer_dense_loss(*row, sm_scale=self.sm_scale) for row in rows]
             return SparseMLAOutput(out, torch.stack(losses).mean(), None)
         p = self._distribution(q, kv, listed, lse)
@@ -132,7 +140,7 @@ class SparseMLA(nn.Module):
         q, kv = self._queries(self.q_a_layernorm(self.q_a_proj(x)), key_weight), self._keys(x)
         listed = _all_keys(x)
         _, lse = self._attend(q, kv, listed)
-        return self._distribution(q, kv, listed, lse) / self.heads
+        return self._distribution(q, kv, listed, lse)[..., : x.shape[1]] / self.heads
 
     def select(self, x: Tensor) -> Tensor:
         """The keys that the indexer selects for the layer's input [B, S, topk], int32: ascending, then -1."""
@@ -165,6 +173,7 @@ def _positions(x: Tensor) -> Tensor:
 
 
 def _all_keys(x: Tensor) -> Tensor:
-    """Ids of all S keys for each query [B, S, 1, S], expanded from one row in memory."""
+    """Ids of all S keys for each query [B, S, 1, S], expanded from one row in memory. At least one slot: the operators
+    take no empty rows."""
     batch, seq = x.shape[:2]
-    return torch.arange(seq, device=x.device, dtype=torch.int32).expand(batch, seq, 1, seq)
+    return torch.arange(max(1, seq), device=x.device, dtype=torch.int32).expand(batch, seq, 1, -1)

@@ -1,6 +1,7 @@
 """FP8Linear without a GPU."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -24,6 +25,18 @@ def test_linear(bias: bool, round_scale: bool) -> None:
     other.load_state_dict(layer.state_dict())
     for same in (other, copy.deepcopy(layer), copy.deepcopy(layer).to("cpu")):
         assert torch.equal(same(x.bfloat16()), out)
+
+
+@pytest.mark.parametrize("shape", [(2, 512), (3, 128), (4, 128, 2), ()], ids=str)
+def test_error_of_another_width(shape: tuple[int, ...]) -> None:
+    layer = FP8Linear(torch.nn.Linear(256, 128))
+    with pytest.raises(ValueError, match=re.escape(f"FP8Linear: x must be [..., 256], got {list(shape)}")):
+        layer(torch.zeros(shape))
+
+
+def test_error_of_a_converted_layer() -> None:
+    with pytest.raises(TypeError, match=r"linear must be an nn.Linear, got FP8Linear"):
+        FP8Linear(FP8Linear(torch.nn.Linear(128, 128)))  # type: ignore[arg-type]
 
 
 def test_linear_has_no_gradients() -> None:

@@ -1,5 +1,6 @@
 """SparseMLA and its LightningIndexer on the CPU: against plain attention; phases, gradients, compile, learning."""
 
+import re
 from typing import Any
 
 import pytest
@@ -266,6 +267,22 @@ def test_errors() -> None:
             LightningIndexer(8, 8, head_dim=64, rope_dim=rope_dim)
     with pytest.raises(ValueError, match=r"SparseMLA: x must be \[B, S, hidden_size\], got float64 \[9, 48\]"):
         layer(make_input()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topk": 5000}, "topk must be from 1 to 4096, got 5000"),
+        ({"rope_dim": 32}, "(Dqk, d_v) must be (576, 512) or (512, 512), got (544, 512)"),
+        ({"heads": 129}, "at most 128 per group, got 129 heads"),
+        ({"indexer": {"heads": 12}}, "q's heads must be 8, 16, 32 or 64, got 12"),
+        ({"indexer": {"head_dim": 96}}, "q's head dimension must be 64 or 128, got 96"),
+    ],
+    ids=str,
+)
+def test_errors_of_sizes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        SparseMLA(**{"hidden_size": 48, "heads": 4, "q_lora_rank": 32, **options})
 
 
 def test_errors_of_rope() -> None:

@@ -25,10 +25,10 @@ FP32_RESOLUTION = 2.0**-23
 #: max_i sum_d |q_d k_id| over the row's visible keys, the largest value that a partial sum of q.k can take. The second
 #: part matters if products cancel to an lse near zero, in rows with a few visible keys, and for large magnitudes.
 #: Tensor cores truncate each of D / 16 partial sums, so the errors add up in one direction. If all data have similar
-#: magnitudes, so that the largest product is at most WIDE / 2 times the mean, the partial sums stay far below the sum of
-#: the magnitudes: up to 1.6 units in 800000 simulated sums of normal numbers. Beyond WIDE times the mean, a few products
-#: that cancel may be larger than all others, and more units are needed: in 40000 simulated sums up to 6 where the
-#: largest is 400 times the mean, and 13 where it is 10000 times the mean.
+#: magnitudes, so that the largest product is at most WIDE / 2 times the mean, the partial sums stay far below the sum
+#: of the magnitudes: up to 1.6 units in 800000 simulated sums of normal numbers. Beyond WIDE times the mean, a few
+#: products that cancel may be larger than all others, and more units are needed: in 40000 simulated sums up to 6 where
+#: the largest is 400 times the mean, and 13 where it is 10000 times the mean.
 LSE_ABSOLUTE, LSE_RELATIVE, WIDE, LSE_UNITS, LSE_UNITS_OF_WIDEST = 1e-6, 3e-5, 48, 2, 16
 #: Error of a sum of bf16 products in fp32, and of e4m3 products on tensor cores, as a fraction of the sum of their
 #: magnitudes: some units in the last place, since each partial sum is truncated.
