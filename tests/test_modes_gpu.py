@@ -5,6 +5,8 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -242,18 +244,30 @@ def test_derivatives_that_do_not_exist(op: str) -> None:
                 call(op, dual)
 
 
-if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)
-    print(repr(digests(DEVICE)))
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """No memory but 4 MiB is left for this process, neither on the GPU nor in the allocator's free blocks."""
+    torch.cuda.empty_cache()
+    _, everything = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**22) / everything)
+    held = []
+    try:
+        for level in range(37, 21, -1):
+            with suppress(torch.OutOfMemoryError):
+                while True:
+                    held.append(torch.empty(2**level, dtype=torch.uint8, device=DEVICE))
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_memory_that_is_short_is_named() -> None:
     args = on(DEVICE, ORDINARY["sparse_mla_fwd"](heads=128, seq=2048, topk=8))
-    torch.cuda.empty_cache()
-    _, everything = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**22) / everything)
-    try:
-        with pytest.raises(RuntimeError, match=r"CUDA out of memory: no room for bfloat16 \[1, 2048, 128, 512\] on"):
-            torch.ops.dsa.sparse_mla_fwd(**args)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    expected = r"CUDA out of memory: no room for bfloat16 \[1, 2048, 128, 512\] on"
+    with little_memory(), pytest.raises(RuntimeError, match=expected):
+        torch.ops.dsa.sparse_mla_fwd(**args)
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)
+    print(repr(digests(DEVICE)))

@@ -26,7 +26,7 @@ from bench.common import (
 )
 from dsa_ext import reference
 from dsa_ext.testing.inputs import IndexerInputs, make_indexer_inputs
-from dsa_ext.testing.memory import bytes_beside_results
+from dsa_ext.testing.memory import workspace_bytes
 from dsa_ext.testing.tolerances import check_selected, logits_errors
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -204,7 +204,7 @@ def measure_topk(spec: Scoring, _times: dict[str, float]) -> Case:
         measure_ms(ours),
         peer=peer,
         err={"differing_rows": 0},
-        extra_mb=round(bytes_beside_results(ours) / 1e6, 1),
+        extra_mb=round(workspace_bytes(ours) / 1e6, 1),
     )
 
 

@@ -27,7 +27,7 @@ from bench.common import (
 )
 from dsa_ext import reference
 from dsa_ext.testing.inputs import make_indexer_inputs, make_inputs
-from dsa_ext.testing.memory import bytes_beside_results
+from dsa_ext.testing.memory import workspace_bytes
 from dsa_ext.testing.tolerances import FP32_SIMILARITY, SIMILARITY, similarity_error
 
 OP = "indexer_scores"
@@ -142,7 +142,7 @@ def measure_all_keys(spec: Spec) -> Case:
         loss = dsa_ext.indexer_dense_loss(*(t[few] for t in (*leaves, *teacher)))
         expected = torch.ops.dsa.indexer_dense_loss(*(t[few].double().cpu() for t in (*leaves, *teacher)))[0] / 512
         torch.testing.assert_close(loss.double().cpu(), expected, rtol=1e-3, atol=1e-3)
-        extra = bytes_beside_results(step)
+        extra = workspace_bytes(step)
         return make_case(spec.name, spec.group, args | {"H": 128}, measure_ms(step), extra_mb=round(extra / 1e6, 1))
     dlogits = torch.randn(DENSE_SEQ, DENSE_SEQ, device="cuda")
     got = torch.ops.dsa.indexer_logits_bwd(dlogits, *leaves, index.ks, index.ke)

@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 
-def bytes_beside_results(call: Callable[[], Sequence[Tensor]]) -> int:
-    """Peak memory that `call` takes from PyTorch's allocator, in addition to the results it returns."""
+def workspace_bytes(call: Callable[[], Sequence[Tensor]]) -> int:
+    """Peak memory that `call` requests from PyTorch's allocator, in addition to the results it returns.
+
+    The blocks that the allocator finds for it may be up to 1 MiB larger each.
+    """
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    before: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
     results = call()
-    return torch.cuda.max_memory_allocated() - before - sum(tensor.nbytes for tensor in results)
+    peak: int = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    return peak - before - sum(tensor.nbytes for tensor in results)

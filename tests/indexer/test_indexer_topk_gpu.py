@@ -22,7 +22,7 @@ from indexer_gpu_inputs import (
     with_bounds,
 )
 
-from dsa_ext.testing.memory import bytes_beside_results
+from dsa_ext.testing.memory import workspace_bytes
 from dsa_ext.testing.tolerances import check_selected
 
 pytestmark = pytest.mark.gpu
@@ -88,7 +88,7 @@ def test_selection_among_ties_and_in_order(order: str) -> None:
 @pytest.mark.parametrize("sizes", [(4096, 2**17), (64, 2**20)], ids=str)
 def test_memory_beside_the_results(sizes: tuple[int, int]) -> None:
     inputs = make_gpu(*sizes)
-    assert bytes_beside_results(lambda: selected(inputs, 2048)) <= WORKSPACE_LIMIT
+    assert workspace_bytes(lambda: selected(inputs, 2048)) <= WORKSPACE_LIMIT
 
 
 @errors_of("indexer_topk")

@@ -14,7 +14,7 @@ from torch import Tensor
 import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, make_inputs, poison_unselected, spoil_indices, strided_copy
-from dsa_ext.testing.memory import bytes_beside_results
+from dsa_ext.testing.memory import workspace_bytes
 from dsa_ext.testing.timing import time_ms
 from dsa_ext.testing.tolerances import backward_errors
 
@@ -295,7 +295,7 @@ def test_deterministic_algorithms_imply_it() -> None:
 
 def memory_beside_results(q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> int:
     out, lse = FWD(q, kv, indices)
-    return bytes_beside_results(lambda: OP(out, q, kv, out, lse, indices, **options))
+    return workspace_bytes(lambda: OP(out, q, kv, out, lse, indices, **options))
 
 
 @pytest.mark.parametrize("sizes", [(2, 300, 3000, 128, 2048), (1, 8192, 8192, 16, 512)], ids=str)
