@@ -35,9 +35,13 @@ DIFFERENTIABLE = {
 LEAVES = {"indexer_loss": ["scores"], "indexer_dense_loss": ["q", "k", "weights"]}
 
 
+def on(device: str, args: Args) -> Args:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in args.items()}
+
+
 def with_leaves(op: str, device: str = "cpu") -> tuple[Args, list[str]]:
     """Arguments that require gradients, and their names."""
-    args = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in ORDINARY[op]().items()}
+    args = on(device, ORDINARY[op]())
     names = LEAVES.get(op, real(args))
     for name in names:
         args[name] = args[name].detach().requires_grad_()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from layouts import call
-from modes import DIFFERENTIABLE, MODULES, Args, make_module, results_of, total, with_leaves
+from modes import DIFFERENTIABLE, MODULES, Args, make_module, on, results_of, total, with_leaves
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -48,10 +48,6 @@ SIZES: dict[str, Args] = {
     "mhc_post_fwd": {"tokens": 300, "columns": 1024},
     "mhc_post_bwd": {"tokens": 300, "columns": 1024},
 }
-
-
-def on(device: str, args: Args) -> Args:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in args.items()}
 
 
 def two_calls(op: str) -> list[Args]:

@@ -1,12 +1,11 @@
 """Promises of every operator on a GPU: a graph at the first call, arguments that stay as they are, independent rows."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from layouts import call
-from modes import Args
+from modes import Args, on
 from streams import check_script
 from torch import Tensor
 
@@ -55,11 +54,6 @@ ROWS = {
 }
 
 
-def ordinary(op: str, **sizes: Any) -> Args:
-    args = ORDINARY[op](**sizes)
-    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in args.items()}
-
-
 @pytest.mark.parametrize("op", ops.OPERATORS)
 def test_graph_capture_at_the_first_call(op: str) -> None:
     check_script(FIRST_CALL.replace("OP", op))
@@ -67,7 +61,7 @@ def test_graph_capture_at_the_first_call(op: str) -> None:
 
 @pytest.mark.parametrize("op", ops.OPERATORS)
 def test_no_argument_changes(op: str) -> None:
-    args = ordinary(op)
+    args = on("cuda", ORDINARY[op]())
     before = {name: value.clone() for name, value in args.items() if isinstance(value, Tensor)}
     call(op, args)
     assert all(torch.equal(bits(args[name]), bits(value)) for name, value in before.items())
@@ -88,7 +82,7 @@ def with_other_rows(tensor: Tensor, dim: int, kept: int, nan: bool) -> Tensor:
 @pytest.mark.parametrize("op", ROWS)
 def test_rows_do_not_depend_on_others(op: str, nan: bool) -> None:
     rows = ROWS[op]
-    args = ordinary(op, **rows.sizes)
+    args = on("cuda", ORDINARY[op](**rows.sizes))
     changed = {name: with_other_rows(args[name], dim, rows.kept, nan) for name, dim in rows.arguments.items()}
     results, others = call(op, args), call(op, args | changed)
     kept = [rows.kept] * len(rows.results)

@@ -5,16 +5,15 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from dsa_ext.ops._checks import check_are_tensors, describe, fail
+from dsa_ext.ops._library import is_transformed
 
 _sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
 #: The function that a call of the overload forwards to; calling it directly saves one Python frame.
 _sparse_mla_fwd_direct: Callable[..., tuple[Tensor, Tensor]] = _sparse_mla_fwd._op
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def _with_batch(op: str, q: Tensor, kv: Tensor, indices: Tensor, *rows: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -134,8 +133,7 @@ def sparse_mla(
                 is_grad_enabled()
                 and (q.requires_grad or kv.requires_grad or (attn_sink is not None and attn_sink.requires_grad))
             )
-            or forward_ad._current_level >= 0
-            or _transforms_active()
+            or is_transformed()
         ):
             result: tuple[Tensor, Tensor] = _sparse_mla_fwd(*args)
         else:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dsa_ext.nn.rotary import rotate_, rotated, transformed
+from dsa_ext.nn.rotary import rotate_, rotated
+from dsa_ext.ops._library import is_transformed
 
 
 def _multiply(out: Tensor, x: Tensor, weights: Tensor) -> None:
@@ -64,7 +65,7 @@ class _AbsorbedQueries(torch.autograd.Function):
 def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
     """x [B, S, H, a] times weights [H, a, b] per head: [B, S, H, b]."""
     weights = weights.to(x.dtype)
-    if is_compiling() or transformed():
+    if is_compiling() or is_transformed():
         return torch.einsum("bshc,hcd->bshd", x, weights)
     result: Tensor = _MultiplyHeads.apply(x, weights)  # type: ignore[no-untyped-call]
     return result
@@ -79,7 +80,7 @@ def absorbed_queries(heads: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor
         cos, sin: rope_tables for the last `rope` columns.
     """
     key_weight = key_weight.to(heads.dtype)
-    if is_compiling() or transformed():
+    if is_compiling() or is_transformed():
         nope, rope = heads.split([key_weight.shape[1], heads.shape[-1] - key_weight.shape[1]], dim=-1)
         return torch.cat([multiply_heads(nope, key_weight), rotated(rope, cos, sin)], dim=-1)
     result: Tensor = _AbsorbedQueries.apply(heads, key_weight, cos, sin)  # type: ignore[no-untyped-call]

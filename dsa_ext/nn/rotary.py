@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from dsa_ext.ops._checks import describe
+from dsa_ext.ops._library import is_transformed
 
 
 def apply_rope(x: Tensor, positions: Tensor, theta: float = 10_000.0, *, columns: int | None = None) -> Tensor:
@@ -32,19 +32,13 @@ def apply_rope(x: Tensor, positions: Tensor, theta: float = 10_000.0, *, columns
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """apply_rope with given tables."""
-    if not is_compiling() and transformed():
+    if not is_compiling() and is_transformed():
         half = cos.shape[-1]
         first, second, others = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
         turned = (first * cos).addcmul(second, sin, value=-1), (second * cos).addcmul(first, sin)
         return torch.cat([*turned, others], dim=-1)
     result: Tensor = _Rope.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return result
-
-
-def transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is active. These do not take the autograd
-    functions of this package, but plain formulas; then the operators either loop or raise an error of their own."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def rope_tables(x: Tensor, positions: Tensor, theta: float, columns: int) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,13 @@ def _above_devices(op: str, with_gradient: Callable[..., Any]) -> None:
     library.impl(op, autograd, "Autograd", with_keyset=True)
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is active. An operator then has to be called
+    through the dispatcher, where it becomes a loop or an error, and code around it has to be plain formulas, since
+    these do not take the autograd functions of this package."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def _refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
     for arg in args:
         if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
