@@ -94,7 +94,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "topk_select/launch": Kernels(
             "topk_select_kernel", select_shapes, select.threads, ("UBLKCP", "ATOMS", "REDUX")
         ),
-        "indexer_loss/launch": Kernels("indexer_loss_kernel", 1, 256, ("MUFU", "SHFL")),
+        # Two that hold a row in registers, and one for longer rows.
+        "indexer_loss/launch": Kernels("indexer_loss_kernel", 2 + 1, 1024, ("LDG.E.128", "MUFU", "SHFL", "STG.E.128")),
         # Dtypes x 1 to 32 warps per row.
         "block_select/launch": Kernels("block_select_kernel", 2 * 6, 1024, ("FMNMX", "SHFL", "VOTE", "REDUX")),
         # One instance per number of columns.

@@ -284,4 +284,4 @@ def _mean(total: Tensor, rows: int, row_weights: Tensor | None) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     """Flattens [..., K] to [R, K]."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -310,6 +310,7 @@ def _forward_with_gradients(
         results: tuple[Tensor, ...] = OPERATORS[a.op].overload.redispatch(keyset, *a)
     ctx.save_for_backward(*results)
     ctx.mark_non_differentiable(*results[1:])
+    ctx.set_materialize_grads(False)  # they would be zeros, as large as the gradients
     return results
 
 
@@ -320,7 +321,9 @@ class _LossFunction(torch.autograd.Function):
         return _forward_with_gradients(ctx, keyset, a, 1, "scores has one")
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dloss is None:
+            return (None,) * 5
         loss, dscores = ctx.saved_tensors
         gradients = (dscores * dloss[:, None],)
         return None, *not_differentiable_again("indexer_loss", gradients, loss), *(None,) * 3
@@ -335,7 +338,9 @@ class _DenseLossFunction(torch.autograd.Function):
         return _forward_with_gradients(ctx, keyset, a, 3, "q, k and weights have one")
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dloss is None:
+            return (None,) * 12
         loss, *sum_gradients = ctx.saved_tensors
         gradients = tuple(gradient * dloss for gradient in sum_gradients)
         return None, *not_differentiable_again("indexer_dense_loss", gradients, loss), *(None,) * 8

@@ -113,6 +113,37 @@ def test_a_nan_spreads_to_what_it_touches_only() -> None:
     assert dv.isnan().sum() == BLOCK
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_missing_queries_add_nothing_to_infinite_keys(dim: int) -> None:
+    """All scores of an infinite key are -inf, so that it has no weight."""
+    x = make_gpu(n_q=70, n_kv=640, slots=3, heads=2, kv_heads=2, dim=dim)
+    x.q.abs_()
+    x.k[:, :, 3::BLOCK, 5] = -torch.inf
+    out, lse = FORWARD(x.q, x.k, x.v, *x.lists())
+    assert out.isfinite().all()
+    _, dk, dv = OP(upstream(x)[0], x.q, x.k, x.v, out, lse, *x.lists())
+    assert dk.isfinite().all()
+    assert dv.isfinite().all()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_an_infinite_offset_reaches_visible_keys_only(dim: int) -> None:
+    x = make_gpu(n_q=70, n_kv=640, slots=3, heads=2, kv_heads=2, dim=dim)
+    x.q2k_index.fill_(0)
+    x.q2k_num.fill_(1)
+    x.kv_block_size.fill_(50)
+    x.k[:, :, :50].abs_()
+    x.k[:, :, 50:] = torch.nan
+    dout, dlse = upstream(x)
+    out, lse = FORWARD(x.q, x.k, x.v, *x.lists())
+    dlse[0, 0, 7] = torch.inf
+    dq, dk, dv = OP(dout, x.q, x.k, x.v, out, lse, *x.lists(), None, dlse)
+    assert dq[0, 0, 7].isinf().all()
+    assert dq[0, 0, :7].isfinite().all()
+    assert not dk[:, :, 50:].any()
+    assert not dv[:, :, 50:].any()
+
+
 @pytest.mark.parametrize("empty", ["batch", "heads", "n_q", "n_kv"])
 def test_nothing(empty: str) -> None:
     sizes = {"batch": 2, "heads": 4, "n_q": 100, "n_kv": 200, empty: 0}

@@ -39,7 +39,7 @@ def check(scores: Tensor, p: Tensor, valid: Tensor | None = None, row_weights: T
     tolerances.check("indexer_loss", (loss, dscores), args)
 
 
-@pytest.mark.parametrize("slots", [0, 1, 5, 255, 256, 257, 2048, 4099, 100003])
+@pytest.mark.parametrize("slots", [0, 1, 5, 255, 256, 1023, 2048, 2049, 4099, 8192, 8193, 16384, 16388, 100003])
 @pytest.mark.parametrize("rows", [0, 1, 3, 300])
 def test_values_and_gradients(rows: int, slots: int) -> None:
     scores, p, valid, weights = make_gpu(rows, slots)

@@ -166,6 +166,18 @@ def test_what_is_not_finite_is_seen(where: str, value: float, deterministic: boo
     assert not dq[0, 3].isfinite().all()
 
 
+@both_modes
+@pytest.mark.parametrize("heads", [3, 70])
+def test_missing_heads_add_nothing_to_infinite_keys(heads: int, deterministic: bool) -> None:
+    inputs = make_inputs(1, 12, 400, heads, 1, 20, device=DEVICE)
+    q, kv = inputs.q.abs(), inputs.kv.clone()
+    kv[0, int(inputs.indices[0, 3, 0, 4]), 0, 570] = -math.inf  # so are all its scores
+    out, lse = FWD(q, kv, inputs.indices, causal=False)
+    assert out.isfinite().all()
+    _, dkv, _ = OP(normal(out), q, kv, out, lse, inputs.indices, causal=False, deterministic=deterministic)
+    assert dkv.isfinite().all()
+
+
 def test_infinite_sinks() -> None:
     inputs = make_inputs(1, 4, 100, 4, 1, 20, device=DEVICE)
     sink = torch.tensor([math.inf, -math.inf, 0.0, 5.0], device=DEVICE)

@@ -13,6 +13,12 @@ void check_heads(const char* op, int64_t heads, int64_t dim) {
 
 }  // namespace
 
+void check_positions(const char* op, const char* name, const Tensor& tensor, int dim) {
+  constexpr int64_t kMax = (int64_t{1} << 31) - (int64_t{1} << 26);
+  DSA_CHECK(tensor.size(dim) <= kMax, op, ": ", name, " must have at most 2^31 - 2^26 ", dim == 0 ? "rows" : "columns",
+            ", got ", describe(tensor));
+}
+
 void check_inputs(const char* op, Scoring& scoring) {
   const auto& [q, k, weights, starts, ends, k_scale] = scoring;
   check_tensor(op, "q", q, {ScalarType::Float8_e4m3fn, ScalarType::BFloat16}, {{"S"}, {"Hi"}, {"Di"}});
@@ -29,6 +35,8 @@ void check_inputs(const char* op, Scoring& scoring) {
     DSA_CHECK(!k_scale, op, ": k_scale must be None when q is bfloat16, got ", describe(*k_scale));
   }
   check_heads(op, heads, dim);
+  check_positions(op, "q", q, 0);
+  check_positions(op, "k", k, 0);
 
   check_rows_aligned(op, "q", q);
   check_rows_aligned(op, "k", k);
@@ -49,6 +57,8 @@ void check_rows(const char* op, const Tensor& q, const Tensor& k, const Tensor& 
   check_tensor(op, "k", k, ScalarType::BFloat16, {{"S_kv"}, {"Di", dim}});
   check_tensor(op, "weights", weights, ScalarType::Float, {{"S", seq}, {"Hi", heads}});
   check_heads(op, heads, dim);
+  check_positions(op, "q", q, 0);
+  check_positions(op, "k", k, 0);
   check_rows_aligned(op, "q", q);
   check_rows_aligned(op, "k", k);
   DSA_CHECK(k.size(0) <= 1 || k.stride(0) < (int64_t{1} << 31), op,

@@ -147,7 +147,8 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
         const float2 base_pair = bases[i];
 #pragma unroll
         for (int j = i; j < i + 4; ++j) {
-          r_s(j) = exp2_fast(fmaf(r_s(j), scale_log2, j % 2 ? base_pair.y : base_pair.x));
+          const float base = j % 2 ? base_pair.y : base_pair.x;
+          r_s(j) = base == kMissingBase ? 0.f : exp2_fast(fmaf(r_s(j), scale_log2, base));
         }
       }
       to_operand(r_s, r_p);

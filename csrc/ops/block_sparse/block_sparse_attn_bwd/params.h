@@ -10,7 +10,7 @@ struct Params : block_sparse::Problem {
   block_sparse::Heads dk, dv;         // like k
   const float *lse, *dlse;            // [batch, heads, seq_q]; dlse may be null
 
-  // Scratch. Per block of queries: its rows' lse as base-2 logarithms, then their delta.
+  // Scratch. Per block of queries: the bases of its rows' probabilities, then their delta.
   float* rows;  // [batch, heads, q_blocks, 2, kBlock]
   // The query blocks that list a visible block j of keys, ascending: those from offsets[.., j] on.
   int* offsets;  // [batch, heads, kv_blocks + 1]

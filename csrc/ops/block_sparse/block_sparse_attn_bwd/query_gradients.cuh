@@ -94,9 +94,8 @@ __device__ __forceinline__ void finish_rows(const Params& p, const Item& item, i
   for (int r = 0; r < 2; ++r) {
     const int query = item.block * kBlock + row + 8 * r;
     const bool exists = query < p.seq_q;
-    const float lse = exists ? __ldg(p.lse + item.row(p) + query) : -INFINITY;
     if (exists && p.dlse != nullptr) delta[r] -= __ldg(p.dlse + item.row(p) + query);
-    bases[r] = base_of_lse(lse);  // -inf makes every P 0
+    bases[r] = exists ? base_of_lse(__ldg(p.lse + item.row(p) + query)) : kMissingBase;  // -inf makes every P 0
     if (lane % 4 == 0) {
       float* g_rows = p.rows + static_cast<int64_t>(index) * 2 * kBlock + row + 8 * r;
       g_rows[0] = bases[r], g_rows[kBlock] = delta[r];
@@ -194,12 +193,12 @@ __device__ __forceinline__ void compute_queries(QueryStream<kColumns>& shared, c
       arrive(&shared.empty[ring.slot]);
       ring.advance();
       if (releases_queries) release_queries();
+      take_score_gradients(r_s, r_dp, delta);
       if (keys < kBlock) {
-        for_columns_from(keys, r_s, recomputed(thread), [&](int i) { r_s(i) = 0.f, r_dp(i) = 0.f; });
+        for_columns_from(keys, r_s, recomputed(thread), [&](int i) { r_s(i) = 0.f; });
         clear_rows<kColumns>(shared.tiles[key_slot], keys, kBlock, thread);
         sync_warpgroup(own_barrier());
       }
-      take_score_gradients(r_s, r_dp, delta);
       to_operand(r_s, r_ds);
       const auto r_keys = key_mma.get_slice(thread).partition_fragment_B(
           make_tensor(make_smem_ptr(shared.tiles[key_slot]), ColumnsByRows<kColumns>{}));

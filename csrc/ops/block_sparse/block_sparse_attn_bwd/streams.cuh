@@ -8,6 +8,8 @@
 //                                                   (TMA)                     item_empty          item_full
 #pragma once
 
+#include <cfloat>
+
 #include "ops/block_sparse/lists.cuh"
 #include "ops/block_sparse/operands.cuh"
 #include "params.h"
@@ -24,6 +26,9 @@ using namespace dsa::tiles;
 
 inline constexpr int kStreams = 2;
 inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;
+// Instead of the base of the probabilities (base_of_lse): of a query after the last, whose rows are 0. Its products
+// with a key that is not finite are NaN.
+inline constexpr float kMissingBase = -FLT_MAX;
 inline constexpr int kComputeRegisters = 232, kCopyRegisters = 40, kStartRegisters = 168;
 
 template <int kColumns>

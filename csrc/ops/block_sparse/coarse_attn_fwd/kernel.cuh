@@ -189,6 +189,16 @@ __device__ __forceinline__ void write_scores(float (&columns)[kBlock / 4], float
   }
 }
 
+// Joins the sums of a shared item's rows, of which each group has its tiles' part.
+__device__ __forceinline__ void join_sums(RowSum (&s_sums)[kGroups][kBlock], RowSums& sums, float scale_log2, int group,
+                                          int first_row, int lane) {
+  if (lane % 4 == 0) {
+    for (int r = 0; r < 2; ++r) s_sums[group][first_row + 8 * r] = sums.rows[r];
+  }
+  sync_groups();
+  sums.join(s_sums, first_row, scale_log2);
+}
+
 // Adds up the outputs of a shared item, in a fixed order; true for the warpgroup that then has it.
 template <class Parts, class Out>
 __device__ __forceinline__ bool join_outputs(Parts& parts, Out& r_out, int group, int thread) {
@@ -227,7 +237,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
   };
   // Scores of the current tile; releases it. kReduced (subtract the rows' tops) and the last tile's end, both rare,
   // share a branch.
-  constexpr int kPlain = kBlock, kReduced = INT_MAX;
+  constexpr int kPlain = kBlock - 1, kReduced = INT_MAX;
   const auto score = [&](int tile, int kind) {
     const auto r_k = score_mma.get_slice(thread).partition_fragment_B(
         make_tensor(make_smem_ptr(shared.tiles[ring.slot]), RowsByColumns<kColumns>{}));
@@ -239,7 +249,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     warpgroup_fence_operand(r_s);
     release();
     const int keys = p.seq_kv - tile * kBlock;
-    if (keys < kind) {
+    if (keys <= kind) {
       if (kind == kReduced) subtract_tops(r_s, shared.large_tops[group] + warp * 16 + lane / 4);
       for_columns_from(keys, r_s, lane, [&](int i) { r_s(i) = -INFINITY; });
     }
@@ -269,13 +279,7 @@ __device__ __forceinline__ void compute(SharedStorage<kColumns>& shared, const P
     const int first_row = warp * 16 + lane / 4, block = item.block(group);
     sums.add_lanes(p.scale_log2);
     if (thread == 0) tma_store_wait_read();  // of the previous item; long complete
-    if (item.is_shared) {
-      if (lane % 4 == 0) {
-        for (int r = 0; r < 2; ++r) shared.row_sums[group][first_row + 8 * r] = sums.rows[r];
-      }
-      sync_groups();
-      sums.join(shared.row_sums, first_row, p.scale_log2);
-    }
+    if (item.is_shared) join_sums(shared.row_sums, sums, p.scale_log2, group, first_row, lane);
     const int64_t head_row = static_cast<int64_t>(item.batch) * p.heads + item.head;
     float lse[2];
     const int kind = finish_sums(shared, p, item, sums, group, first_row, lane, lse) ? kReduced : kPlain;

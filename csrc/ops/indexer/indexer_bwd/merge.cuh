@@ -65,6 +65,23 @@ __device__ __forceinline__ void for_slots_of_window(const int* g_ids, int slots,
   }
 }
 
+// Words [begin, end) of the keys that any query lists: a word's bits are keys, and `s_own` has `words` of each query.
+struct Union {
+  int keys = 0, listed = 0;  // bits of the union, and of all queries
+
+  __device__ __forceinline__ Union(const unsigned* s_own, unsigned* s_all, int words, int queries, int begin, int end) {
+    for (int word = begin; word < end; ++word) {
+      unsigned all = 0;
+      for (int query = 0; query < queries; ++query) {
+        all |= s_own[query * words + word];
+        listed += __popc(s_own[query * words + word]);
+      }
+      s_all[word] = all;
+      keys += __popc(all);
+    }
+  }
+};
+
 // One block per group. Keys are bits of words, in windows: one array per query, and one of all queries.
 __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(const __grid_constant__ Params p) {
   extern __shared__ unsigned s_words[];
@@ -108,19 +125,10 @@ __global__ void __launch_bounds__(kMaxMergeWarps * 32, 3) merge_lists_kernel(con
 
     const int run = (words + threads - 1) / threads;  // words per thread
     const int begin = min(static_cast<int>(threadIdx.x) * run, words), end = min(begin + run, words);
-    int sum = 0;
-    for (int word = begin; word < end; ++word) {
-      unsigned all = 0;
-      for (int query = 0; query < queries; ++query) {
-        all |= own(query)[word];
-        again -= __popc(own(query)[word]);
-      }
-      s_all[word] = all;
-      sum += __popc(all);
-    }
-    again = inclusive_sum(again, s_sums[0]).y;
-    const int2 sums = inclusive_sum(sum, s_sums[1]);
-    int before = count + sums.x - sum;
+    const Union united(own(0), s_all, words, queries, begin, end);
+    again = inclusive_sum(again - united.listed, s_sums[0]).y;
+    const int2 sums = inclusive_sum(united.keys, s_sums[1]);
+    int before = count + sums.x - united.keys;
     for (int word = begin; word < end; ++word) {
       s_before[word] = before;
       before += __popc(s_all[word]);

@@ -1,79 +1,220 @@
 // The indexer's loss of a row, and its gradient: loss = w KL(p / sum p || softmax(scores)), over the valid slots.
 //
-// One CTA per row, in three passes: the maximum score, the sums, the gradient. The last two read the row from cache.
+// One CTA per row. Each thread adds up its slots relative to the largest score that it has seen, the threads' sums are
+// combined once, and then the gradient is written. If a thread's slots all fit, they stay in registers for that; longer
+// rows are read again, from L2 if the rows in flight fit there.
 #include <cmath>
+#include <cstdint>
 
 #include "params.h"
 #include "sm90/launch.h"
+#include "sm90/math.cuh"
+#include "sm90/warpgroup.cuh"
 
 namespace dsa::indexer_loss {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+using namespace dsa::sm90;
 
-// Reduces one value per thread, in a fixed order; all threads get the result. `shared` must not be in use.
+constexpr int kVector = 4;         // slots that are loaded at once
+constexpr float kNotValid = -1.f;  // instead of a weight
+
+__device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * kLog2E); }
+
+struct Slots {
+  float score[kVector], p[kVector];  // -inf and 0 if not valid
+
+  // Makes the scores weights relative to `top`.
+  __device__ __forceinline__ void weigh(float top) {
+#pragma unroll
+    for (float& s : score) s = s == -INFINITY ? kNotValid : exp_fast(s - top);
+  }
+};
+
+// A row of the arguments, and of dscores.
+struct Row {
+  const float *g_scores, *g_p;
+  const bool* g_valid;
+  float* g_dscores;
+  int slots;
+  bool loads_vectors, stores_vectors;  // 16-byte aligned
+
+  __device__ __forceinline__ Row(const Params& p, int64_t row)
+      : g_scores(p.scores + row * p.scores_stride),
+        g_p(p.p + row * p.p_stride),
+        g_valid(p.valid == nullptr ? nullptr : p.valid + row * p.valid_stride),
+        g_dscores(p.dscores + row * p.slots),
+        slots(p.slots),
+        loads_vectors(((reinterpret_cast<uintptr_t>(g_scores) | reinterpret_cast<uintptr_t>(g_p)) & 15) == 0),
+        stores_vectors((reinterpret_cast<uintptr_t>(g_dscores) & 15) == 0) {}
+
+  __device__ __forceinline__ Slots load(int first) const {
+    Slots r;
+    if (loads_vectors && first + kVector <= slots) {
+      *reinterpret_cast<float4*>(r.score) = *reinterpret_cast<const float4*>(g_scores + first);
+      *reinterpret_cast<float4*>(r.p) = *reinterpret_cast<const float4*>(g_p + first);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const bool exists = first + i < slots;
+        r.score[i] = exists ? g_scores[first + i] : -INFINITY;
+        r.p[i] = exists ? g_p[first + i] : 0.f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (g_valid != nullptr && first + i < slots && !g_valid[first + i]) r.score[i] = -INFINITY;
+      if (r.score[i] == -INFINITY) r.p[i] = 0.f;
+    }
+    return r;
+  }
+
+  __device__ __forceinline__ void store(int first, const float (&gradients)[kVector]) const {
+    if (stores_vectors && first + kVector <= slots) {
+      *reinterpret_cast<float4*>(g_dscores + first) = *reinterpret_cast<const float4*>(gradients);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (first + i < slots) g_dscores[first + i] = gradients[i];
+    }
+  }
+};
+
 template <class Combine>
-__device__ __forceinline__ float combine_threads(float x, float (&shared)[kWarps], Combine combine) {
+__device__ __forceinline__ float combine_lanes(float x, const Combine& combine) {
 #pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x = combine(x, __shfl_xor_sync(~0u, x, lanes));
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = shared[0];
-#pragma unroll
-  for (int warp = 1; warp < kWarps; ++warp) x = combine(x, shared[warp]);
+  for (int lanes = kWarpThreads / 2; lanes > 0; lanes /= 2) x = combine(x, __shfl_xor_sync(~0u, x, lanes));
   return x;
 }
 
-__global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_constant__ Params p) {
-  __shared__ float shared[5][kWarps];
-  const int64_t row = blockIdx.x;
-  const float* g_scores = p.scores + row * p.scores_stride;
-  const float* g_p = p.p + row * p.p_stride;
-  const bool* g_valid = p.valid == nullptr ? nullptr : p.valid + row * p.valid_stride;
-  // -inf if a slot is not valid.
-  const auto score_at = [&](int slot) { return g_valid == nullptr || g_valid[slot] ? g_scores[slot] : -INFINITY; };
-  const auto for_slots = [&](auto act) {
-#pragma unroll 4
-    for (int slot = threadIdx.x; slot < p.slots; slot += kThreads) act(slot, score_at(slot));
-  };
-  const auto add = [](float a, float b) { return a + b; };
+// Sums over slots, with s = score - top for the largest score `top`.
+struct Sums {
+  float top, exps, mass, entropy, cross;  // the sums are those of e^s, p, p log2 p, p s
 
-  float top = -INFINITY;
-  for_slots([&](int, float score) { top = fmaxf(top, score); });
-  top = combine_threads(top, shared[0], [](float a, float b) { return fmaxf(a, b); });
-
-  float exps = 0.f, mass = 0.f, entropy = 0.f, cross = 0.f;  // sums of e^s, p, p log p, p s, with s = score - top
-  for_slots([&](int slot, float score) {
-    if (score == -INFINITY) return;
-    const float p_slot = g_p[slot];
-    exps += expf(score - top);
-    mass += p_slot;
-    entropy += p_slot > 0.f ? p_slot * logf(p_slot) : 0.f;
-    if (p_slot != 0.f) cross += p_slot * (score - top);  // the difference may overflow
-  });
-  exps = combine_threads(exps, shared[1], add);
-  mass = combine_threads(mass, shared[2], add);
-  entropy = combine_threads(entropy, shared[3], add);
-  cross = combine_threads(cross, shared[4], add);
-
-  const float weight = p.row_weights == nullptr ? 1.f : p.row_weights[row * p.row_weights_stride];
-  const float divisor = fmaxf(mass, 1e-10f), share = mass / divisor;  // of the target's sum; should be 1
-  if (threadIdx.x == 0) {
-    const float kl = (entropy - cross) / divisor - share * logf(divisor) + share * logf(exps);
-    p.loss[row] = exps == 0.f ? 0.f : weight * kl;  // 0 if no slot is valid
+  // A difference of scores that overflows counts only where p is not 0.
+  __device__ __forceinline__ void raise_top(float next) {
+    if (!(next > top)) return;
+    exps *= exp_fast(top - next);
+    if (mass != 0.f) cross += mass * (top - next);
+    top = next;
   }
-  float* g_dscores = p.dscores + row * p.slots;
-  for_slots([&](int slot, float score) {
-    g_dscores[slot] = score == -INFINITY ? 0.f : weight * (expf(score - top) / exps * share - g_p[slot] / divisor);
-  });
+  // Makes the scores weights relative to the new top.
+  template <int kVectors>
+  __device__ __forceinline__ void add(Slots (&r)[kVectors]) {
+    float best = top;
+#pragma unroll
+    for (const Slots& slots : r) {
+      for (float score : slots.score) best = fmaxf(best, score);
+    }
+    raise_top(best);
+#pragma unroll
+    for (Slots& slots : r) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float p = slots.p[i];
+        mass += p;
+        entropy += p > 0.f ? p * __log2f(p) : 0.f;  // log2_fast takes p below 2^-126 for 0
+        cross += p == 0.f ? 0.f : p * (slots.score[i] - top);
+      }
+      slots.weigh(top);
+      for (float weight : slots.score) exps += weight == kNotValid ? 0.f : weight;
+    }
+  }
+  // Over the lanes of a warp, in a fixed order; all get the result.
+  __device__ __forceinline__ void add_lanes() {
+    const auto sum = [](float a, float b) { return a + b; };
+    raise_top(combine_lanes(top, [](float a, float b) { return fmaxf(a, b); }));
+    exps = combine_lanes(exps, sum), mass = combine_lanes(mass, sum);
+    entropy = combine_lanes(entropy, sum), cross = combine_lanes(cross, sum);
+  }
+};
+
+constexpr Sums kNoSlots{-INFINITY, 0.f, 0.f, 0.f, 0.f};
+
+// Over all threads.
+template <int kWarps>
+__device__ __forceinline__ Sums add_threads(Sums sums, Sums (&shared)[kWarps]) {
+  const int lane = threadIdx.x % kWarpThreads;
+  sums.add_lanes();
+  if (lane == 0) shared[threadIdx.x / kWarpThreads] = sums;
+  __syncthreads();
+  sums = lane < kWarps ? shared[lane] : kNoSlots;
+  sums.add_lanes();
+  return sums;
+}
+
+// kFits: the row has at most kThreads * kVectors * kVector slots.
+template <int kThreads, int kVectors, bool kFits>
+__global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_constant__ Params p) {
+  constexpr int kStep = kThreads * kVector;
+  __shared__ Sums shared[kThreads / kWarpThreads];
+  const Row row(p, blockIdx.x);
+  const int first = threadIdx.x * kVector;
+
+  Slots r[kVectors];
+  const auto load = [&](int at) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) r[i] = row.load(at + i * kStep);
+  };
+  Sums own = kNoSlots;
+  if constexpr (kFits) {
+    load(first);
+    own.add(r);
+  } else {
+    for (int at = first; at < p.slots; at += kVectors * kStep) {
+      load(at);
+      own.add(r);
+    }
+  }
+  const Sums sums = add_threads(own, shared);
+
+  const float weight = p.row_weights == nullptr ? 1.f : p.row_weights[blockIdx.x * p.row_weights_stride];
+  const float divisor = fmaxf(sums.mass, 1e-10f), share = sums.mass / divisor;  // of the target's sum; should be 1
+  if (threadIdx.x == 0) {
+    const float entropy = kLn2 * (sums.entropy / divisor - share * __log2f(divisor));
+    const float kl = entropy - sums.cross / divisor + share * logf(sums.exps);
+    p.loss[blockIdx.x] = sums.exps == 0.f ? 0.f : weight * kl;  // 0 if no slot is valid
+  }
+  // Of weights relative to `top`.
+  const auto write_gradients = [&](int at, float top) {
+    const float q_factor = exp_fast(top - sums.top) / sums.exps * share, p_factor = 1.f / divisor;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float gradients[kVector];
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const float gradient = weight * (r[i].score[j] * q_factor - r[i].p[j] * p_factor);
+        gradients[j] = r[i].score[j] == kNotValid ? 0.f : gradient;
+      }
+      row.store(at + i * kStep, gradients);
+    }
+  };
+  if constexpr (kFits) {
+    write_gradients(first, own.top);
+  } else {
+    for (int at = first; at < p.slots; at += kVectors * kStep) {
+      load(at);
+#pragma unroll
+      for (Slots& slots : r) slots.weigh(sums.top);
+      write_gradients(at, sums.top);
+    }
+  }
+}
+
+template <int kThreads, int kVectors, bool kFits = true>
+const char* launch_rows(const Params& p, void* stream) {
+  return launch_kernel<indexer_loss_kernel<kThreads, kVectors, kFits>>(p.device, unsigned(p.rows), kThreads, 0,
+                                                                       static_cast<cudaStream_t>(stream), p);
 }
 
 }  // namespace
 
 const char* launch(const Params& p, void* stream) {
   if (p.rows == 0) return nullptr;
-  return sm90::launch_kernel<indexer_loss_kernel>(p.device, unsigned(p.rows), kThreads, 0,
-                                                  static_cast<cudaStream_t>(stream), p);
+  if (p.slots <= 128 * 4 * kVector) return launch_rows<128, 4>(p, stream);
+  if (p.slots <= 512 * 4 * kVector) return launch_rows<512, 4>(p, stream);
+  return launch_rows<1024, 2, false>(p, stream);
 }
 
 }  // namespace dsa::indexer_loss

@@ -149,6 +149,13 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
         r_dp(i) = r_s(i) * fmaf(r_dp(i) * row.share, p.sm_scale, row.offset);
         r_s(i) *= row.share;
       }
+      // Missing heads have Q = 0, and 0 times a key that is not finite is NaN.
+      if (item.heads_left(p) < kBlockHeads) {
+#pragma unroll
+        for (int i = 0; i < size(r_s); ++i) {
+          if (row + i / 2 % 2 * 8 >= item.heads_left(p)) r_s(i) = r_dp(i) = 0.f;
+        }
+      }
       const VisibleColumns visible(shared.visible[parity], lane);
       if (!visible.all()) {
 #pragma unroll
