@@ -42,7 +42,8 @@ def _check_gemm(args: Args) -> None:
 
 
 def _many_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
-    """The product by cuBLASLt, which requires a multiple of 4 rows of a, no overlapping rows, and its scale layouts."""
+    """The product by cuBLASLt, which requires a multiple of 4 rows of a, no overlapping rows, and scales in its layouts
+    that start 16-byte aligned."""
     if not _LIBRARY_IS_THERE:
         return a.new_empty(0)
     a, b = (x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous() for x in (a, b))
@@ -50,8 +51,8 @@ def _many_rows(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor) -> Tensor:
     if missing:
         a = pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
         a_s = pad(a_s, (0, 0, 0, missing))
-    if a_s.stride() != (1, a_s.shape[0]):
-        a_s = a_s.mT.contiguous().as_strided(a_s.shape, (1, a_s.shape[0]))
+    if a_s.stride() != (1, a_s.shape[0]) or not _is_aligned(a_s):
+        a_s = a_s.mT.clone(memory_format=torch.contiguous_format).mT
     types = torch.nn.functional.ScalingType
     scales = (a_s, types.BlockWise1x128, _in_fours(b_s).mT, types.BlockWise128x128)
     out: Tensor = torch.nn.functional.scaled_mm(a, b.mT, *scales, output_dtype=torch.bfloat16)
@@ -62,13 +63,17 @@ def _in_fours(b_s: Tensor) -> Tensor:
     """b_s with its rows padded to a multiple of 4 elements, without a copy if prepare_weight has stored it so."""
     rows, blocks = b_s.shape
     padded = -(-blocks // 4) * 4
-    if padded == blocks:
-        # contiguous() keeps whatever stride a single row has.
-        return b_s.contiguous().as_strided((rows, padded), (padded, 1))
     end = b_s.storage_offset() + rows * padded
-    if b_s.stride() == (padded, 1) and end * b_s.element_size() <= b_s.untyped_storage().nbytes():
-        return b_s.as_strided((rows, padded), (padded, 1))
-    return pad(b_s, (0, padded - blocks)).contiguous()
+    is_there = end * b_s.element_size() <= b_s.untyped_storage().nbytes()
+    if is_there and _is_aligned(b_s) and b_s.stride(1) == 1 and (rows == 1 or b_s.stride(0) == padded):
+        return b_s.as_strided((rows, padded), (padded, 1))  # a single row may have any stride
+    copy = b_s.new_zeros(rows, padded)
+    copy[:, :blocks] = b_s
+    return copy
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0
 
 
 Operator(

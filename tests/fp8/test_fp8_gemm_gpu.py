@@ -110,6 +110,21 @@ def test_any_stride_of_a_single_row_of_scales(rows: int, columns: int) -> None:
     assert torch.equal(check((a, a_s, b, far)), check((a, a_s, b, b_s)))
 
 
+@pytest.mark.parametrize("columns", [512, 640])
+@pytest.mark.parametrize("rows", [40, 128])
+def test_scales_that_are_not_aligned(rows: int, columns: int) -> None:
+    """In the layouts that cuBLASLt takes, but from addresses that it does not take."""
+    a, a_s, b, b_s = make(rows, 208, columns)
+    expected = dsa_ext.fp8_gemm(a, a_s, b, b_s)
+    for offset in (1, 2, 3):
+        shifted = [s.new_empty(4 + s.untyped_storage().nbytes() // 4)[offset:] for s in (a_s, b_s)]
+        views = [new.as_strided(s.shape, s.stride(), offset) for new, s in zip(shifted, (a_s, b_s), strict=True)]
+        for view, s in zip(views, (a_s, b_s), strict=True):
+            view.copy_(s)
+        assert torch.equal(dsa_ext.fp8_gemm(a, views[0], b, b_s), expected)
+        assert torch.equal(dsa_ext.fp8_gemm(a, a_s, b, views[1]), expected)
+
+
 @pytest.mark.parametrize("rows", [40, 200])
 def test_rows_that_overlap(rows: int) -> None:
     """Few rows, and many, which PyTorch multiplies."""
