@@ -30,10 +30,10 @@ struct GatherRows {
 
   // `g_first` points to this thread's 16-byte piece of row 0.
   __device__ __forceinline__ GatherRows(const char* g_first, uint32_t row_bytes, const int (&ids)[kGatherRowsPerThread],
-                                        int id_end) {
+                                        VisibleIds visible_ids) {
 #pragma unroll
     for (int i = 0; i < kGatherRowsPerThread; ++i) {
-      const bool is_key = is_visible(ids[i], id_end);
+      const bool is_key = visible_ids.has(ids[i]);
       visible |= is_key << i;
       g_rows[i] = g_first + static_cast<uint64_t>(is_key ? ids[i] : 0) * row_bytes;
     }

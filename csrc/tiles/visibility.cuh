@@ -5,22 +5,34 @@
 
 namespace dsa::tiles {
 
-// The only masking rule: ids in [0, end) are visible; a negative id is padding.
-__device__ __forceinline__ bool is_visible(int id, int end) {
-  return static_cast<unsigned>(id) < static_cast<unsigned>(end);
-}
+// The only masking rule: ids in [begin, end) are visible, 0 <= begin <= end; a negative id is padding.
+struct VisibleIds {
+  int begin, end;
 
-// Ids below the returned value are visible to query `s`: all keys, or with causal masking those complete at its
-// position.
-__device__ __forceinline__ int visible_end(int seq_kv, bool causal, int64_t q_start, int64_t positions_per_key, int s) {
-  if (!causal) return seq_kv;
-  const int64_t end = (q_start + s + 1) / positions_per_key;
-  return end < seq_kv ? static_cast<int>(end) : seq_kv;
+  __device__ __forceinline__ bool has(int id) const {
+    return static_cast<unsigned>(id) - static_cast<unsigned>(begin) < static_cast<unsigned>(end - begin);
+  }
+  __device__ __forceinline__ bool any() const { return begin < end; }
+};
+
+// What query `s` of sequence `b` sees: the keys within its bounds, or all keys, or with causal masking those complete
+// at its position.
+template <class Problem>
+__device__ __forceinline__ VisibleIds visible_ids(const Problem& p, int b, int s) {
+  if (p.starts != nullptr) {
+    const int begin = max(0, p.starts[b * p.starts_stride_b + s * p.starts_stride_s]);
+    return {begin, max(begin, min(p.seq_kv, p.ends[b * p.ends_stride_b + s * p.ends_stride_s]))};
+  }
+  if (!p.causal) return {0, p.seq_kv};
+  const int64_t end = (p.q_start + s + 1) / p.positions_per_key;
+  return {0, end < p.seq_kv ? static_cast<int>(end) : p.seq_kv};
 }
 
 // The leading slots of a query that are in use: all of them, or as many as its entry of topk_length says.
-__device__ __forceinline__ int used_slots(int topk, const int* g_length) {
-  return g_length == nullptr ? topk : max(0, min(*g_length, topk));
+template <class Problem>
+__device__ __forceinline__ int used_slots(const Problem& p, int b, int s) {
+  if (p.topk_length == nullptr) return p.topk;
+  return max(0, min(p.topk_length[b * p.topk_length_stride_b + s * p.topk_length_stride_s], p.topk));
 }
 
 // Of the words that publish_visible writes: whether any row of the tile is a visible key.

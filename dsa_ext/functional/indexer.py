@@ -218,6 +218,8 @@ def indexer_dense_loss(
     sm_scale: float | None = None,
     causal: bool = True,
     q_start: int = 0,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
     """The indexer's loss over all keys that each query sees: the dense warm-up stage of DeepSeek-V3.2.
@@ -238,6 +240,8 @@ def indexer_dense_loss(
         sm_scale: factor on main_q.main_kv, D**-0.5 by default.
         causal: query s sees the keys up to q_start + s; otherwise it sees all keys.
         q_start: position of the first query.
+        starts, ends: instead of causal and q_start, the keys that a query sees [S], int32: those from starts on and
+            below ends, for packed or padded sequences and for queries in any order.
         reduction: "sum" or "mean", as for :func:`indexer_loss`.
 
     Returns:
@@ -252,7 +256,7 @@ def indexer_dense_loss(
     if reduction not in ("mean", "sum"):
         raise RuntimeError(f"dsa::indexer_dense_loss: reduction must be 'mean' or 'sum', got {reduction!r}")
     loss: Tensor = torch.ops.dsa.indexer_dense_loss.default(
-        q, k, weights, main_q, main_kv, lse, row_weights, sm_scale, causal, q_start
+        q, k, weights, main_q, main_kv, lse, row_weights, sm_scale, causal, q_start, starts, ends
     )[0]
     return loss if reduction == "sum" else _mean(loss, q.shape[0], row_weights)
 

@@ -37,6 +37,8 @@ def sparse_mla(
     q_start: int = ...,
     positions_per_key: int = ...,
     topk_length: Tensor | None = ...,
+    starts: Tensor | None = ...,
+    ends: Tensor | None = ...,
     attn_sink: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
@@ -54,6 +56,8 @@ def sparse_mla(
     q_start: int = ...,
     positions_per_key: int = ...,
     topk_length: Tensor | None = ...,
+    starts: Tensor | None = ...,
+    ends: Tensor | None = ...,
     attn_sink: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -70,6 +74,8 @@ def sparse_mla(
     q_start: int = 0,
     positions_per_key: int = 1,
     topk_length: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
     attn_sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -81,12 +87,15 @@ def sparse_mla(
         out = sum_i exp(sm_scale * q.k_i) * k_i[:d_v]  /  (exp(lse) + exp(attn_sink[h]))
 
     A slot is visible when its id is in [0, S_kv), when the key is complete at the query's position (`causal`: id <=
-    (q_start + s + 1) // positions_per_key - 1), and when it is one of the first topk_length[b, s]. All other slots are
+    (q_start + s + 1) // positions_per_key - 1), and when it is one of the first topk_length[b, s]. With `starts` and
+    `ends`, which replace the causal rule, a slot is visible when starts[b, s] <= id < ends[b, s]. All other slots are
     padding, at any place in the list, and the keys that they might name are never read. A query with no visible slot
     has out = 0, lse = -inf and zero gradients. An id that is listed twice counts twice.
 
     All tensors may be passed without the batch dimension: q [S, H, D], kv [S_kv, D] or [S_kv, G, D], indices [S, K] or
-    [S, G, K], as :func:`indexer_topk` returns them, topk_length [S]; then out is [S, H, d_v] and lse [S, H].
+    [S, G, K], as :func:`indexer_topk` returns them, topk_length, starts and ends [S]; then out is [S, H, d_v] and lse
+    [S, H]. This is the form for packed sequences: ids are rows of the packed kv, and starts and ends are those that
+    :func:`indexer_topk` got, or None if it selected the ids, since it selects none outside.
 
     Args:
         q: queries [B, S, H, D], bf16. On the CPU also fp32 and float64.
@@ -99,6 +108,9 @@ def sparse_mla(
         q_start: position of the first query, for a chunk of a longer sequence; 0 to 2^62.
         positions_per_key: number of positions that one key stands for.
         topk_length: number of leading slots in use [B, S], int32; all of them by default.
+        starts, ends: ids that a query may see [B, S], int32: those from starts on and below ends, for packed or padded
+            sequences and for queries in any order. Both or neither. `causal` then has no effect, and q_start and
+            positions_per_key must have their defaults.
         attn_sink: logit per head [H], fp32 (float64 for float64 inputs), that takes a share of the probability and
             adds no value. -inf disables the sink.
         return_lse: return lse as well.
@@ -121,11 +133,12 @@ def sparse_mla(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    args = (q, kv, indices, sm_scale, d_v, causal, q_start, positions_per_key, topk_length, attn_sink)
+    slots = (causal, q_start, positions_per_key, topk_length, starts, ends)
+    args = (q, kv, indices, sm_scale, d_v, *slots, attn_sink)
     try:
         if q.dim() == 3:
-            batched: Any = _with_batch("sparse_mla_fwd", q, kv, indices, topk_length)
-            out, lse = _sparse_mla_fwd(*batched[:3], *args[3:8], batched[3], attn_sink)
+            batched: Any = _with_batch("sparse_mla_fwd", q, kv, indices, topk_length, starts, ends)
+            out, lse = _sparse_mla_fwd(*batched[:3], *args[3:8], *batched[3:], attn_sink)
             return (out[0], lse[0]) if return_lse else out[0]
         if (
             is_compiling()
@@ -157,6 +170,8 @@ def attn_dist(
     q_start: int = 0,
     positions_per_key: int = 1,
     topk_length: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
     normalize: bool = False,
     per_head_block: bool = False,
 ) -> Tensor:
@@ -173,7 +188,7 @@ def attn_dist(
     Without the batch dimension, as for :func:`sparse_mla`, lse is [S, H] and dist [S, K] or [S, G, K], like indices.
 
     Args:
-        q, kv, indices, sm_scale, causal, q_start, positions_per_key, topk_length: as for :func:`sparse_mla`.
+        q, kv, indices, sm_scale, causal, q_start, positions_per_key, topk_length, starts, ends: as for :func:`sparse_mla`.
         lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 for float64 inputs).
         normalize: divide each row by its sum, or by 1e-10 if that is larger.
         per_head_block: return one sum per block of 64 heads of a group instead of the total, for the caller to add up.
@@ -189,16 +204,16 @@ def attn_dist(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    options: Any = (sm_scale, causal, q_start, positions_per_key, topk_length, normalize, per_head_block)
-    args = (q, kv, indices, lse, *options)
+    slots: Any = (causal, q_start, positions_per_key, topk_length, starts, ends)
+    args: Any = (q, kv, indices, lse, sm_scale, *slots, normalize, per_head_block)
     try:
         if q.dim() != 3:
             result: Tensor = torch.ops.dsa.attn_dist.default(*args)
             return result
-        batched: Any = _with_batch("attn_dist", q, kv, indices, lse, topk_length)
+        batched: Any = _with_batch("attn_dist", q, kv, indices, lse, topk_length, starts, ends)
     except AttributeError:
         check_are_tensors("attn_dist", args)
         raise
-    dist: Tensor = torch.ops.dsa.attn_dist.default(*batched[:4], *options[:4], batched[4], *options[5:])
+    dist: Tensor = torch.ops.dsa.attn_dist.default(*batched[:4], *args[4:8], *batched[4:], *args[11:])
     dist = dist.squeeze(1) if per_head_block else dist[0]
     return dist if indices.dim() == 3 else dist.squeeze(-2)

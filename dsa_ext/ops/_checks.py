@@ -69,10 +69,14 @@ def check_scale(op: str, sm_scale: float | None) -> None:
         fail(op, f"sm_scale must be from -2^127 to 2^127, got {sm_scale:g}")
 
 
-def check_q_start(op: str, q_start: int) -> None:
-    """q_start must be small enough that no query's position overflows."""
+def check_positions(op: str, q_start: int, starts: Tensor | None, ends: Tensor | None) -> None:
+    """q_start must be small enough that no query's position overflows. `starts` and `ends` replace it."""
     if q_start < 0 or q_start > 2**62:
         fail(op, f"q_start must be from 0 to 2^62, got {q_start}")
+    if (starts is None) != (ends is None):
+        fail(op, "starts and ends must be given together")
+    if starts is not None and q_start != 0:
+        fail(op, f"q_start must be 0 with starts and ends, got {q_start}")
 
 
 def check_same_device(op: str, other_name: str, other: Tensor, **tensors: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import (
-    check_q_start,
+    check_positions,
     check_same_device,
     check_scale,
     check_tensor,
@@ -247,9 +247,14 @@ def _check_dense_loss(a: Args) -> None:
     check_tensor(a.op, "lse", a.lse, a.weights.dtype, S=seq, H=heads)
     if a.row_weights is not None:
         check_tensor(a.op, "row_weights", a.row_weights, a.weights.dtype, S=seq)
-    check_same_device(a.op, "q", a.q, main_q=a.main_q, main_kv=a.main_kv, lse=a.lse, row_weights=a.row_weights)
+    bounds = {"starts": a.starts, "ends": a.ends}
+    for name, bound in bounds.items():
+        if bound is not None:
+            check_tensor(a.op, name, bound, torch.int32, S=seq)
+    main = {"main_q": a.main_q, "main_kv": a.main_kv, "lse": a.lse}
+    check_same_device(a.op, "q", a.q, **main, row_weights=a.row_weights, **bounds)
     check_scale(a.op, a.sm_scale)
-    check_q_start(a.op, a.q_start)
+    check_positions(a.op, a.q_start, a.starts, a.ends)
 
 
 def _bounds(q: Tensor, first: int, last: int, keys: int, causal: bool) -> tuple[Tensor, Tensor]:
@@ -268,13 +273,17 @@ def _dense_loss(a: Args) -> tuple[Tensor, ...]:
     dk = a.k.new_zeros(a.k.shape, dtype=a.weights.dtype)
     ids = torch.arange(s_kv, device=a.q.device, dtype=torch.int32)
     for run in runs(seq if s_kv > 0 else 0, s_kv):
-        first, last = a.q_start + run.start, a.q_start + min(run.stop, seq)
-        keys = min(s_kv, last) if a.causal else s_kv
-        bounded = a.q[run], a.k[:keys], a.weights[run], *_bounds(a.q, first, last, keys, a.causal)
+        if a.starts is None:
+            first, last = a.q_start + run.start, a.q_start + min(run.stop, seq)
+            keys = min(s_kv, last) if a.causal else s_kv
+            starts, ends = _bounds(a.q, first, last, keys, a.causal)
+        else:
+            keys, starts, ends = s_kv, a.starts[run], a.ends[run]
+        bounded = a.q[run], a.k[:keys], a.weights[run], starts, ends
         logits = torch.ops.dsa.indexer_logits(*bounded)
-        listed = ids[:keys].expand(1, last - first, 1, keys)
+        listed = ids[:keys].expand(1, len(starts), 1, keys)
         main = a.main_q[None, run], a.main_kv[None, :keys, None], listed, a.lse[None, run]
-        p = torch.ops.dsa.attn_dist(*main, a.sm_scale, a.causal, first)
+        p = torch.ops.dsa.attn_dist(*main, a.sm_scale, starts=starts[None], ends=ends[None])
         row_weights = None if a.row_weights is None else a.row_weights[run]
         losses, dlogits = torch.ops.dsa.indexer_loss(logits, p[0, :, 0], None, row_weights)
         loss += losses.sum()
@@ -340,10 +349,10 @@ class _DenseLossFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dloss is None:
-            return (None,) * 12
+            return (None,) * 14
         loss, *sum_gradients = ctx.saved_tensors
         gradients = tuple(gradient * dloss for gradient in sum_gradients)
-        return None, *not_differentiable_again("indexer_dense_loss", gradients, loss), *(None,) * 8
+        return None, *not_differentiable_again("indexer_dense_loss", gradients, loss), *(None,) * 10
 
 
 Operator(
@@ -356,7 +365,8 @@ Operator(
 )
 Operator(
     f"indexer_dense_loss({_TENSORS}, Tensor main_q, Tensor main_kv, Tensor lse, Tensor? row_weights=None, "
-    "float? sm_scale=None, bool causal=True, SymInt q_start=0, bool gradients=False) -> "
+    "float? sm_scale=None, bool causal=True, SymInt q_start=0, Tensor? starts=None, Tensor? ends=None, "
+    "bool gradients=False) -> "
     f"(Tensor loss, {_GRADIENTS})",
     check=_check_dense_loss,
     fake=_fake_dense_loss,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import (
-    check_q_start,
+    check_positions,
     check_same_device,
     check_scale,
     check_tensor,
@@ -21,7 +21,10 @@ WIDTHS = (576, 512)
 MAX_HEADS_PER_GROUP = 128
 _VALUE_COLUMNS = 512
 #: Arguments that say which slots a query sees.
-_SLOTS = "bool causal=True, SymInt q_start=0, SymInt positions_per_key=1, Tensor? topk_length=None"
+_SLOTS = (
+    "bool causal=True, SymInt q_start=0, SymInt positions_per_key=1, Tensor? topk_length=None, Tensor? starts=None, "
+    "Tensor? ends=None"
+)
 
 
 def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
@@ -32,8 +35,10 @@ def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
     check_tensor(a.op, "kv", a.kv, dtype, B=batch, S_kv=None, G=None, Dqk=d_qk)
     groups = a.kv.shape[2]
     check_tensor(a.op, "indices", a.indices, torch.int32, B=batch, S=seq, G=groups, K=None)
-    if a.topk_length is not None:
-        check_tensor(a.op, "topk_length", a.topk_length, torch.int32, B=batch, S=seq)
+    rows = {name: getattr(a, name) for name in ("topk_length", "starts", "ends")}
+    for name, row in rows.items():
+        if row is not None:
+            check_tensor(a.op, name, row, torch.int32, B=batch, S=seq)
     if attn_sink is not None:
         check_tensor(a.op, "attn_sink", attn_sink, compute_dtype(a.q), H=heads)
     if groups < 1 or heads % groups != 0 or heads // groups > MAX_HEADS_PER_GROUP:
@@ -42,10 +47,12 @@ def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
     if a.indices.shape[3] < 1:
         fail(a.op, f"indices must have at least one slot per row, got {describe(a.indices)}")
     check_scale(a.op, a.sm_scale)
-    check_q_start(a.op, a.q_start)
+    check_positions(a.op, a.q_start, a.starts, a.ends)
     if a.positions_per_key < 1:
         fail(a.op, f"positions_per_key must be at least 1, got {a.positions_per_key}")
-    check_same_device(a.op, "q", a.q, kv=a.kv, indices=a.indices, topk_length=a.topk_length, attn_sink=attn_sink)
+    if a.starts is not None and a.positions_per_key != 1:
+        fail(a.op, f"positions_per_key must be 1 with starts and ends, got {a.positions_per_key}")
+    check_same_device(a.op, "q", a.q, kv=a.kv, indices=a.indices, **rows, attn_sink=attn_sink)
 
 
 def _check(a: Args) -> None:
@@ -92,7 +99,8 @@ def _fake_dist(a: Args) -> Tensor:
 def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Tensor | None]:
     if dout is None:
         dout = torch.zeros_like(a.out)
-    options = (a.sm_scale, a.d_v, a.causal, a.q_start, a.positions_per_key, a.topk_length, a.attn_sink, dlse)
+    slots = (a.causal, a.q_start, a.positions_per_key, a.topk_length, a.starts, a.ends)
+    options = (a.sm_scale, a.d_v, *slots, a.attn_sink, dlse)
     dq, dkv, d_sink = torch.ops.dsa.sparse_mla_bwd(dout, a.q, a.kv, a.out, a.lse, a.indices, *options)
     return {"q": dq, "kv": dkv, "attn_sink": None if a.attn_sink is None else d_sink}
 
@@ -110,7 +118,7 @@ Operator(
     check=_check,
     fake=lambda a: (a.q.new_empty(*a.q.shape[:3], a.d_v), a.q.new_empty(a.q.shape[:3], dtype=compute_dtype(a.q))),
     reference=reference.sparse_mla_fwd,
-    saves=("q", "kv", "indices", "topk_length", "attn_sink", "out", "lse"),
+    saves=("q", "kv", "indices", "topk_length", "starts", "ends", "attn_sink", "out", "lse"),
     backward=_backward,
     cast=("q", "kv"),
     flops=lambda a: _matmul_columns(a, a.q[3] + a.d_v),

@@ -22,12 +22,21 @@ _CHUNK_ELEMENTS = 2**26
 
 
 def visible_slots(
-    indices: Tensor, s_kv: int, causal: bool, q_start: int, positions_per_key: int, topk_length: Tensor | None
+    indices: Tensor,
+    s_kv: int,
+    causal: bool,
+    q_start: int,
+    positions_per_key: int,
+    topk_length: Tensor | None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Which slots of `indices` [B, S, G, K] are visible: bool of the same shape."""
     seq, topk = indices.shape[1], indices.shape[3]
     visible = (indices >= 0) & (indices < s_kv)
-    if causal:
+    if starts is not None and ends is not None:
+        visible &= (indices >= starts[:, :, None, None]) & (indices < ends[:, :, None, None])
+    elif causal:
         position = q_start + torch.arange(seq, device=indices.device)
         visible &= indices < ((position + 1) // positions_per_key)[:, None, None]
     if topk_length is not None:
@@ -99,6 +108,8 @@ def sparse_mla_fwd(
     q_start: int = 0,
     positions_per_key: int = 1,
     topk_length: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
     attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`dsa_ext.sparse_mla` for the arguments. Takes any D and d_v <= D.
@@ -106,7 +117,7 @@ def sparse_mla_fwd(
     Returns out [B, S, H, d_v] in the dtype of q and lse [B, S, H] in fp32 (float64 for float64 inputs).
     """
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
-    visible = visible_slots(indices, kv.shape[1], causal, q_start, positions_per_key, topk_length)
+    visible = visible_slots(indices, kv.shape[1], causal, q_start, positions_per_key, topk_length, starts, ends)
     out = q.new_empty(*q.shape[:3], d_v)
     lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
     for chunk in query_chunks(q, kv, indices, visible):
@@ -132,6 +143,8 @@ def sparse_mla_bwd(
     q_start: int = 0,
     positions_per_key: int = 1,
     topk_length: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
     attn_sink: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,7 +159,7 @@ def sparse_mla_bwd(
     d_v = dout.shape[3]
     batch, s_kv, groups, dim = kv.shape
     dtype = compute_dtype(q)
-    visible = visible_slots(indices, s_kv, causal, q_start, positions_per_key, topk_length)
+    visible = visible_slots(indices, s_kv, causal, q_start, positions_per_key, topk_length, starts, ends)
 
     dout = dout.to(dtype)
     delta = (dout * out.to(dtype)).sum(-1)
@@ -187,12 +200,14 @@ def attn_dist(
     q_start: int = 0,
     positions_per_key: int = 1,
     topk_length: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
     normalize: bool = False,
     per_head_block: bool = False,
 ) -> Tensor:
     """See :func:`dsa_ext.attn_dist`. Takes any D. Returns fp32, float64 for float64 inputs."""
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
-    visible = visible_slots(indices, kv.shape[1], causal, q_start, positions_per_key, topk_length)
+    visible = visible_slots(indices, kv.shape[1], causal, q_start, positions_per_key, topk_length, starts, ends)
     group_heads = q.shape[2] // kv.shape[2]
     blocks, size = (-(-group_heads // HEADS_PER_BLOCK), HEADS_PER_BLOCK) if per_head_block else (1, group_heads)
     dist = q.new_zeros(blocks, *indices.shape, dtype=compute_dtype(q))

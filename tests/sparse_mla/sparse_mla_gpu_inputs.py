@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, Inputs, make_inputs, poison_unselected, spoil_indices
@@ -37,6 +38,14 @@ def run_cases(cases: Iterable[Case], run: Callable[[Case], None]) -> None:
             raise AssertionError(f"{case}: {error}") from error
 
 
+def make_bounds(s_kv: int, batch: int, seq: int) -> dict[str, Tensor]:
+    """starts and ends: all keys, a part, one key, none, and bounds beyond all keys, transposed in memory."""
+    starts = torch.tensor([-5, s_kv // 3, s_kv // 2, 9, INT32_MIN, INT32_MAX, s_kv - 1], device=DEVICE)
+    ends = torch.tensor([s_kv + 5, s_kv // 2, s_kv // 2 + 1, 9, INT32_MAX, INT32_MIN, s_kv], device=DEVICE)
+    repeated = (t.int().repeat(batch * seq // 7 + 1)[: batch * seq].view(seq, batch).T for t in (starts, ends))
+    return dict(zip(("starts", "ends"), repeated, strict=True))
+
+
 def make_case(case: Case, seed: int = 0) -> tuple[Inputs, dict[str, Any]]:
     """Inputs and options of a case of a grid, without a sink. Keys that no query sees are NaN and infinity."""
     groups, heads = case["groups_and_heads"]
@@ -50,8 +59,9 @@ def make_case(case: Case, seed: int = 0) -> tuple[Inputs, dict[str, Any]]:
     if case["lengths"]:
         spread = torch.tensor([topk, 0, -3, topk + 7, 1, topk // 2, INT32_MAX, INT32_MIN], device=DEVICE)
         options["topk_length"] = spread.repeat(seq * batch // 8 + 1)[: batch * seq].view(batch, seq).int()
+    if case["bounds"]:
+        options |= {"q_start": 0, "positions_per_key": 1, **make_bounds(s_kv, batch, seq)}
     indices = spoil_indices(inputs.indices, s_kv) if case["spoiled"] else inputs.indices
-    visible = reference.sparse_mla.visible_slots(
-        indices, s_kv, causal, q_start, positions_per_key, options.get("topk_length")
-    )
+    slots = ("causal", "q_start", "positions_per_key", "topk_length", "starts", "ends")
+    visible = reference.sparse_mla.visible_slots(indices, s_kv, *(options.get(name) for name in slots))
     return replace(inputs, kv=poison_unselected(inputs.kv, indices, visible), indices=indices), options

@@ -155,6 +155,7 @@ BWD = torch.ops.dsa.sparse_mla_bwd.default
 native, cpu, fake = callers("sparse_mla_fwd")
 B, S, S_KV, H, G, K, D = 1, 4, 16, 8, 1, 5, 576
 FAR, MANY = 2**31, 2**30 + 1
+BOUNDS = {"starts": torch.zeros(B, S).int(), "ends": torch.full((B, S), S_KV).int()}
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
@@ -193,6 +194,13 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"indices": torch.zeros(B, S, G, 0).int()}, "indices must have at least one slot per row, got int32 [1, 4, 1, 0]"),
     ({"topk_length": torch.zeros(B, S)}, "topk_length must be int32 [B, S], got float32 [1, 4]"),
     ({"topk_length": torch.zeros(S, B).int()}, "topk_length must be int32 [B=1, S=4], got int32 [4, 1]"),
+    ({"starts": torch.zeros(B, S).int()}, "starts and ends must be given together"),
+    ({"ends": torch.zeros(B, S).int()}, "starts and ends must be given together"),
+    ({"starts": torch.zeros(S).int()}, "starts must be int32 [B, S], got int32 [4]"),
+    ({**BOUNDS, "ends": torch.zeros(B, S)}, "ends must be int32 [B, S], got float32 [1, 4]"),
+    ({**BOUNDS, "ends": torch.zeros(B, S + 1).int()}, "ends must be int32 [B=1, S=4], got int32 [1, 5]"),
+    ({**BOUNDS, "q_start": 5}, "q_start must be 0 with starts and ends, got 5"),
+    ({**BOUNDS, "positions_per_key": 2}, "positions_per_key must be 1 with starts and ends, got 2"),
     ({"attn_sink": torch.zeros(H).bfloat16()}, "attn_sink must be float32 [H], got bfloat16 [8]"),
     ({"attn_sink": torch.zeros(1)}, "attn_sink must be float32 [H=8], got float32 [1]"),
     (

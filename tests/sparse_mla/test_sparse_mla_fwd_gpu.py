@@ -51,6 +51,7 @@ AXES: dict[str, list[Any]] = {
     "batch": [1, 2],
     "position": [(False, 0, 1), (True, 0, 1), (True, 900, 1), (True, 5000, 4), (True, 3, 64)],
     "lengths": [False, True],
+    "bounds": [False, True],
     "sink": [False, True],
     "sm_scale": [None, 0.05, -0.04, 0.0],
     "spoiled": [False, True],

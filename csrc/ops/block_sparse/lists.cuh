@@ -42,7 +42,7 @@ __device__ __forceinline__ List listed_blocks(const Problem& p, const Item& item
 
 // The number of keys of a block that are visible, its first ones; 0 for a block that does not exist.
 __device__ __forceinline__ int valid_keys(const Problem& p, int id) {
-  if (!tiles::is_visible(id, p.kv_blocks)) return 0;
+  if (!tiles::VisibleIds{0, p.kv_blocks}.has(id)) return 0;
   const int here = min(kBlock, p.seq_kv - id * kBlock);
   return p.sizes == nullptr ? here : max(0, min(here, __ldg(p.sizes + id * p.sizes_stride)));
 }

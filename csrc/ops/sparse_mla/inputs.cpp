@@ -1,6 +1,8 @@
 #include "ops/sparse_mla/inputs.h"
 
+#include <array>
 #include <cmath>
+#include <utility>
 
 namespace dsa::sparse_mla {
 namespace {
@@ -17,8 +19,10 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
   check_tensor(op, "kv", kv, ScalarType::BFloat16, {{"B", batch}, {"S_kv"}, {"G"}, {"Dqk", d_qk}});
   const int64_t groups = kv.size(2);
   check_tensor(op, "indices", indices, ScalarType::Int, {{"B", batch}, {"S", seq_q}, {"G", groups}, {"K"}});
-  if (options.topk_length) {
-    check_tensor(op, "topk_length", *options.topk_length, ScalarType::Int, {{"B", batch}, {"S", seq_q}});
+  const std::array<std::pair<const char*, const std::optional<Tensor>&>, 3> rows{
+      {{"topk_length", options.topk_length}, {"starts", options.starts}, {"ends", options.ends}}};
+  for (const auto& [name, row] : rows) {
+    if (row) check_tensor(op, name, *row, ScalarType::Int, {{"B", batch}, {"S", seq_q}});
   }
   if (options.attn_sink) check_tensor(op, "attn_sink", *options.attn_sink, ScalarType::Float, {{"H", heads}});
 
@@ -36,8 +40,13 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
   check_scale(op, options.sm_scale);
   DSA_CHECK(options.q_start >= 0 && options.q_start <= kMaxStart, op, ": q_start must be from 0 to 2^62, got ",
             options.q_start);
+  DSA_CHECK(options.starts.has_value() == options.ends.has_value(), op, ": starts and ends must be given together");
+  DSA_CHECK(!options.starts || options.q_start == 0, op, ": q_start must be 0 with starts and ends, got ",
+            options.q_start);
   DSA_CHECK(options.positions_per_key >= 1, op, ": positions_per_key must be at least 1, got ",
             options.positions_per_key);
+  DSA_CHECK(!options.starts || options.positions_per_key == 1, op,
+            ": positions_per_key must be 1 with starts and ends, got ", options.positions_per_key);
 
   check_rows_aligned(op, "q", q);
   check_rows_aligned(op, "kv", kv);
@@ -46,13 +55,15 @@ void check_inputs(const char* op, const Tensor& q, const Tensor& kv, const Tenso
   check_slots(op, indices);
   check_same_device(op, "kv", kv, "q", q);
   check_same_device(op, "indices", indices, "q", q);
-  if (options.topk_length) check_same_device(op, "topk_length", *options.topk_length, "q", q);
+  for (const auto& [name, row] : rows) {
+    if (row) check_same_device(op, name, *row, "q", q);
+  }
   if (options.attn_sink) check_same_device(op, "attn_sink", *options.attn_sink, "q", q);
 }
 
 Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, const Options& options,
                    const DeviceCall& call) {
-  const auto& [sm_scale, d_v, causal, q_start, positions_per_key, topk_length, attn_sink] = options;
+  const auto& [sm_scale, d_v, causal, q_start, positions_per_key, topk_length, starts, ends, attn_sink] = options;
   const int64_t *q_sizes = q.sizes().data(), *q_strides = q.strides().data();
   const int64_t *kv_sizes = kv.sizes().data(), *kv_strides = kv.strides().data();
   const int64_t* indices_strides = indices.strides().data();
@@ -62,6 +73,8 @@ Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, con
       .kv = kv.data_ptr(),
       .indices = static_cast<const int*>(indices.data_ptr()),
       .topk_length = topk_length ? static_cast<const int*>(topk_length->data_ptr()) : nullptr,
+      .starts = starts ? static_cast<const int*>(starts->data_ptr()) : nullptr,
+      .ends = ends ? static_cast<const int*>(ends->data_ptr()) : nullptr,
       .q_stride_b = row_stride(q_sizes, q_strides, 0),
       .q_stride_s = row_stride(q_sizes, q_strides, 1),
       .q_stride_h = row_stride(q_sizes, q_strides, 2),
@@ -73,6 +86,10 @@ Problem problem_of(const Tensor& q, const Tensor& kv, const Tensor& indices, con
       .indices_stride_g = indices_strides[2],
       .topk_length_stride_b = topk_length ? topk_length->stride(0) : 0,
       .topk_length_stride_s = topk_length ? topk_length->stride(1) : 0,
+      .starts_stride_b = starts ? starts->stride(0) : 0,
+      .starts_stride_s = starts ? starts->stride(1) : 0,
+      .ends_stride_b = ends ? ends->stride(0) : 0,
+      .ends_stride_s = ends ? ends->stride(1) : 0,
       .batch = static_cast<int>(q_sizes[0]),
       .seq_q = static_cast<int>(q_sizes[1]),
       .seq_kv = static_cast<int>(kv_sizes[1]),

@@ -14,7 +14,7 @@ struct Options {
   std::optional<int64_t> d_v;  // only of operators that read values
   bool causal;
   int64_t q_start, positions_per_key;
-  std::optional<Tensor> topk_length, attn_sink;
+  std::optional<Tensor> topk_length, starts, ends, attn_sink;
 };
 
 // All checks that need no device, so that they are tested without one. `op` is the qualified operator name.

@@ -1,5 +1,6 @@
 """A seeded source of sizes, contents, ids, bounds and memory layouts: ordinary ones and edge cases."""
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
@@ -247,6 +248,11 @@ class Draw:
         return starts.int(), ends.int()
 
     # Layouts
+
+    def bounds_of_rows(self, keys: int, *shape: int) -> dict[str, Tensor]:
+        """Arguments `starts` and `ends` of any shape and strides."""
+        starts, ends = (bound.view(shape) for bound in self.bounds(math.prod(shape), keys))
+        return {"starts": self.view(starts, "free"), "ends": self.view(ends, "free")}
 
     def view(self, x: Tensor, rows: Rows = "aligned", *, repeat: bool = True) -> Tensor:
         """The same values in another memory layout that the operator allows. With `repeat`, occasionally some values

@@ -189,14 +189,16 @@ def indexer_dense_loss(draw: Draw) -> Args:
     q, k = draw.view(draw.floats(seq, heads, dim, name="q")), draw.view(draw.floats(s_kv, dim, name="k"))
     weights = draw.view(draw.floats(seq, heads, dtype=torch.float32, name="weights") * (heads * dim) ** -0.5)
     main_q, main_kv = draw.view(draw.normal(seq, main_heads, d_qk).bfloat16()), draw.normal(s_kv, d_qk).bfloat16()
-    sm_scale, causal, q_start = draw.scale(), draw.chance(0.7), draw.choice((0, 0, max(0, s_kv - seq), 100_000))
+    options: Args = {"sm_scale": draw.scale(), "causal": draw.chance(0.7), "starts": None, "ends": None}
+    options["q_start"] = draw.choice((0, 0, max(0, s_kv - seq), 100_000))
+    if draw.chance(0.3):
+        options |= {"q_start": 0, **draw.bounds_of_rows(s_kv, seq)}
     ids = torch.arange(s_kv, device=q.device).int().expand(1, seq, 1, s_kv)
     lse = torch.full((seq, main_heads), -torch.inf, device=q.device)
     if s_kv:
-        options = {"sm_scale": sm_scale, "causal": causal, "q_start": q_start}
-        lse = run_operator(
-            "sparse_mla_fwd", {"q": main_q[None], "kv": main_kv[None, :, None], "indices": ids} | options
-        )[1][0]
+        rows = {name: options[name] if options[name] is None else options[name][None] for name in ("starts", "ends")}
+        main = {"q": main_q[None], "kv": main_kv[None, :, None], "indices": ids}
+        lse = run_operator("sparse_mla_fwd", main | options | rows)[1][0]
     return {
         "q": q,
         "k": k,
@@ -205,9 +207,7 @@ def indexer_dense_loss(draw: Draw) -> Args:
         "main_kv": draw.view(main_kv, repeat=False),
         "lse": draw.view(lse, "free", repeat=False),
         "row_weights": draw.view(draw.uniform(seq), "free") if draw.chance(0.4) else None,
-        "sm_scale": sm_scale,
-        "causal": causal,
-        "q_start": q_start,
+        **options,
         "gradients": draw.chance(0.7),
     }
 
@@ -283,7 +283,7 @@ def functional_indexer_dense_loss(draw: Draw) -> Call:
 
     def run(a: Args) -> Results:
         leaves = [leaf(a[name]) for name in ("q", "k", "weights")]
-        options = select(a, "row_weights", "sm_scale", "causal", "q_start")
+        options = select(a, "row_weights", "sm_scale", "causal", "q_start", "starts", "ends")
         with deterministic_algorithms(deterministic):
             q, k, weights = leaves
             main = (a["main_q"], a["main_kv"], a["lse"])

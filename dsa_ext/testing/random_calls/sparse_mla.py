@@ -19,7 +19,7 @@ from dsa_ext.testing.random_calls.call import (
 from dsa_ext.testing.random_calls.draw import Draw
 from dsa_ext.testing.tolerances import check
 
-_OPTIONS = ("sm_scale", "causal", "q_start", "positions_per_key", "topk_length")
+_OPTIONS = ("sm_scale", "causal", "q_start", "positions_per_key", "topk_length", "starts", "ends")
 _FORWARD = ("q", "kv", "indices", *_OPTIONS, "d_v", "attn_sink")
 #: Units of work, of 64 columns each, of one product q.k, which has 512 or 576 columns.
 _COLUMNS = 8
@@ -46,7 +46,11 @@ def _inputs(draw: Draw) -> Args:
         "q_start": draw.choice((0, 0, max(0, s_kv - seq), 5, 100_000, 2**31 - 1, 2**40)),
         "positions_per_key": draw.choice((1, 1, 1, 1, 2, 4, 128, 2**40)),
         "topk_length": topk_length,
+        "starts": None,
+        "ends": None,
     }
+    if draw.chance(0.3):
+        options |= {"q_start": 0, "positions_per_key": 1, **draw.bounds_of_rows(s_kv, batch, seq)}
     indices = draw.view(draw.ids(batch, seq, groups, topk, keys=s_kv), "dense")
     q, kv = draw.floats(batch, seq, heads, d_qk, name="q"), draw.floats(batch, s_kv, groups, d_qk, name="kv")
     q = draw.to_edge(q, kv, _scale(options, d_qk))

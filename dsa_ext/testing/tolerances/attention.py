@@ -181,7 +181,7 @@ def scale_of(args: dict[str, Any]) -> float:
 
 # ---- sparse MLA
 
-_POSITIONS = ("causal", "q_start", "positions_per_key", "topk_length")
+_POSITIONS = ("causal", "q_start", "positions_per_key", "topk_length", "starts", "ends")
 
 
 def visible_slots(args: dict[str, Any]) -> Tensor:

@@ -334,13 +334,15 @@ def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
     from dsa_ext.testing.tolerances import attention
 
     gradients = args["gradients"]
-    main = {name: args[name] for name in ("sm_scale", "causal", "q_start")}
     args = attention.wide_with_lse(args)
     q, k, weights = (args[name] for name in ("q", "k", "weights"))
     seq, s_kv = len(q), len(k)
-    position = args["q_start"] + torch.arange(seq, device=q.device)
-    ends = ((position + 1).clamp(max=s_kv) if args["causal"] else torch.full_like(position, s_kv)).int()
-    index = {"q": q, "k": k, "weights": weights, "starts": torch.zeros_like(ends), "ends": ends}
+    starts, ends = args["starts"], args["ends"]
+    if starts is None:
+        position = args["q_start"] + torch.arange(seq, device=q.device)
+        ends = ((position + 1).clamp(max=s_kv) if args["causal"] else torch.full_like(position, s_kv)).int()
+        starts = torch.zeros_like(ends)
+    index = {"q": q, "k": k, "weights": weights, "starts": starts, "ends": ends}
     if s_kv == 0:
         zero = q.new_zeros(())
         grads = [zero.expand(t.shape) if gradients else t.new_empty(0) for t in (q, k, weights)]
@@ -352,8 +354,9 @@ def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
     ids = torch.arange(s_kv, device=q.device, dtype=torch.int32).expand(1, seq, 1, s_kv)
     (p,) = attention.attn_dist(
         {
-            **main, "q": args["main_q"][None], "kv": args["main_kv"][None, :, None], "indices": ids,
-            "lse": args["lse"][None], "positions_per_key": 1, "topk_length": None,
+            "q": args["main_q"][None], "kv": args["main_kv"][None, :, None], "indices": ids,
+            "lse": args["lse"][None], "sm_scale": args["sm_scale"], "causal": False, "q_start": 0,
+            "positions_per_key": 1, "topk_length": None, "starts": starts[None], "ends": ends[None],
             "normalize": False, "per_head_block": False,
         }
     )  # fmt: skip

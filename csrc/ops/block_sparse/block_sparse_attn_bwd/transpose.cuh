@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(kTransposeThreads, 1) transpose_kernel(const _
   const int first_block = static_cast<int>(blockIdx.x) % ranges(p.kv_blocks) * kRange;
   const int64_t head_index = static_cast<int64_t>(head.batch) * p.heads + head.head;
   int* g_listing = p.listing + head_index * p.q_blocks * p.slots;
+  const VisibleIds own{first_block, first_block + kRange};
   const int warp = threadIdx.x / kWarpThreads;
   const auto first_row = [&](int warp_index) {
     return static_cast<int>(static_cast<int64_t>(warp_index) * p.q_blocks / kTransposeWarps);
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kTransposeThreads, 1) transpose_kernel(const _
   int below = 0;
   for_listed_blocks(p, head, first_row(warp), first_row(warp + 1), [&](int, int id) {
     below += id < first_block;
-    if (is_visible(id - first_block, kRange)) atomicAdd(&places[warp][id - first_block], 1);
+    if (own.has(id)) atomicAdd(&places[warp][id - first_block], 1);
   });
   below = __reduce_add_sync(~0u, below);
   if (threadIdx.x % kWarpThreads == 0) atomicAdd(&before, below);
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kTransposeThreads, 1) transpose_kernel(const _
   __syncthreads();
   // A block that a row lists twice takes two entries; their order does not matter.
   for_listed_blocks(p, head, first_row(warp), first_row(warp + 1), [&](int row, int id) {
-    if (is_visible(id - first_block, kRange)) g_listing[atomicAdd(&places[warp][id - first_block], 1)] = row;
+    if (own.has(id)) g_listing[atomicAdd(&places[warp][id - first_block], 1)] = row;
   });
 }
 

@@ -83,18 +83,18 @@ struct SharedStorage {
 // The heads of one query and group.
 struct Item {
   int group, s, b;
-  int slots, id_end;  // slots and ids below these are visible
-  int tiles;          // tiles that hold visible slots
+  int slots;  // leading slots in use
+  VisibleIds ids;
+  int tiles;  // tiles that hold visible slots
 
   __device__ __forceinline__ Item(const Params& p, int index) {
     group = index % p.groups;
     index /= p.groups;
     s = index % p.seq_q;
     b = index / p.seq_q;
-    slots = used_slots(
-        p.topk, p.topk_length ? p.topk_length + b * p.topk_length_stride_b + s * p.topk_length_stride_s : nullptr);
-    id_end = visible_end(p.seq_kv, p.causal, p.q_start, p.positions_per_key, s);
-    tiles = id_end > 0 ? (slots + kTileKeys - 1) / kTileKeys : 0;
+    slots = used_slots(p, b, s);
+    ids = visible_ids(p, b, s);
+    tiles = ids.any() ? (slots + kTileKeys - 1) / kTileKeys : 0;
   }
   // The result row of head block `block`.
   __device__ __forceinline__ float* row(const Params& p, int block) const {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
       for (int part = 0; part < kC.parts(); ++part) load_q(part);
     }
     for (int tile = first_tile; tile < item.tiles; tile += kGatherers, visible_ring.advance(kGatherers)) {
-      const GatherRows rows(g_keys, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, item.id_end);
+      const GatherRows rows(g_keys, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, item.ids);
       load_ids();
       publish_visible(shared.visible[visible_ring.slot], rows, thread);
       if (thread % kWarpThreads == 0) arrive(&shared.visible_full[visible_ring.slot]);

@@ -11,12 +11,16 @@ struct Problem {
   const void* kv;          // bf16 [batch, seq_kv, groups, d_qk]
   const int* indices;      // [batch, seq_q, groups, topk]
   const int* topk_length;  // [batch, seq_q] or null
+  const int* starts;       // [batch, seq_q]: ids from here on are visible; null if causal, q_start and
+                           // positions_per_key say which are
+  const int* ends;         // like starts: ids below are visible
 
   // Strides in elements; the last dimension of every tensor has stride 1.
   int64_t q_stride_b, q_stride_s, q_stride_h;
   int64_t kv_stride_b, kv_stride_s, kv_stride_g;
   int64_t indices_stride_b, indices_stride_s, indices_stride_g;
   int64_t topk_length_stride_b, topk_length_stride_s;
+  int64_t starts_stride_b, starts_stride_s, ends_stride_b, ends_stride_s;
 
   int batch, seq_q, seq_kv, heads, groups, topk, d_qk;
   int device;   // CUDA device index

@@ -16,9 +16,10 @@ using listed_keys::kBlockHeads;
 constexpr char kOp[] = "dsa::attn_dist";
 
 Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<double> sm_scale, bool causal,
-                 int64_t q_start, int64_t positions_per_key, std::optional<Tensor> topk_length, bool normalize,
-                 bool per_head_block) {
-  const Options options{sm_scale, std::nullopt, causal, q_start, positions_per_key, topk_length, std::nullopt};
+                 int64_t q_start, int64_t positions_per_key, std::optional<Tensor> topk_length,
+                 std::optional<Tensor> starts, std::optional<Tensor> ends, bool normalize, bool per_head_block) {
+  const Options options{sm_scale,    std::nullopt, causal, q_start,     positions_per_key,
+                        topk_length, starts,       ends,   std::nullopt};
   check_inputs(kOp, q, kv, indices, options);
   const int64_t batch = q.size(0), seq_q = q.size(1), heads = q.size(2);
   const int64_t groups = kv.size(2), topk = indices.size(3);

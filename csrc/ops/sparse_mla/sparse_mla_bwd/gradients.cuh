@@ -77,7 +77,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     if (tile >= shared.place.tiles) tile -= shared.place.tiles;
     const int slot = tile * kBlockK + row;
     const int id = slot < shared.place.slots ? __ldg(shared.place.g_ids + slot) : -1;
-    return is_visible(id, shared.place.id_end) ? id : -1;
+    return shared.place.ids.has(id) ? id : -1;
   };
   const auto feed = [&](int j) {
     const uint32_t s_piece =
@@ -87,7 +87,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     for (int i = 0; i < kGatherRowsPerThread; ++i)
       row_ids[i] = ids[j % kIdSlots][gather_row(thread) + i * kGatherRowStep];
     const GatherRows rows(shared.place.g_keys + gather_piece(recomputed(thread)) * 16,
-                          static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), row_ids, INT_MAX);
+                          static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), row_ids, {0, INT_MAX});
     rows.template copy<kFirst, kFirst, kFirst + kHalfChunks>(s_piece);
     if constexpr (kTail) rows.template copy<kFirst, kTailChunk, kTailChunk + 1>(s_piece);
     if constexpr (!kBack) publish_visible(shared.visible[j % 2], rows, thread);

@@ -63,11 +63,8 @@ __global__ void __launch_bounds__(kSlotThreads) list_slots_kernel(const __grid_c
   if (i >= slots) return;
   const int blocks = head_blocks(p.heads, p.groups), slot = i % p.topk, row = i / p.topk, group = row % p.groups;
   const int query = p.first_item / (p.groups * blocks) + row / p.groups, b = query / p.seq_q, s = query % p.seq_q;
-  const int used = tiles::used_slots(
-      p.topk, p.topk_length ? p.topk_length + b * p.topk_length_stride_b + s * p.topk_length_stride_s : nullptr);
   const int id = p.indices[b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g + slot];
-  const int id_end = tiles::visible_end(p.seq_kv, p.causal, p.q_start, p.positions_per_key, s);
-  const bool visible = slot < used && tiles::is_visible(id, id_end);
+  const bool visible = slot < tiles::used_slots(p, b, s) && tiles::visible_ids(p, b, s).has(id);
   p.dkv.slot_keys[0][i] = visible ? (unsigned(b) * p.seq_kv + id) * p.groups + group : unsigned(p.dkv.keys);
   p.dkv.slot_rows[0][i] = unsigned(row) * blocks * p.topk + slot;
 }

@@ -25,13 +25,14 @@ inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  //
 struct ItemPlace {
   const int* g_ids;
   const char* g_keys;
-  float* g_sums;      // of key 0; unused in a deterministic call
-  Bf16* g_rows;       // of slot 0
-  int slots, id_end;  // slots and ids below these are visible
-  int tiles;          // at least one, perhaps without a visible key
-  int first_tile;     // tile to start with; the tiles wrap around
-  HeadTile heads;     // of Q, dO and dQ
-  float* g_dq_part;   // dQ of a part of a split item; null for a whole item
+  float* g_sums;  // of key 0; unused in a deterministic call
+  Bf16* g_rows;   // of slot 0
+  int slots;      // in use
+  VisibleIds ids;
+  int tiles;         // at least one, perhaps without a visible key
+  int first_tile;    // tile to start with; the tiles wrap around
+  HeadTile heads;    // of Q, dO and dQ
+  float* g_dq_part;  // dQ of a part of a split item; null for a whole item
 };
 
 inline constexpr int kIdSlots = 4;
@@ -56,7 +57,7 @@ struct SharedStorage {
 // A block of at most 64 heads of a query's group, over all of its keys or a part of them.
 struct Item {
   int head_block, group, s, b;
-  int id_end;                    // ids below this are visible
+  VisibleIds ids;
   int first_slot, slots, tiles;  // of this part; tiles >= 1
   int64_t dq_part;               // index in dq_parts; -1 for a whole item
   int64_t first_row_of_dkv;      // of first_slot, among the rows of dkv
@@ -79,10 +80,9 @@ struct Item {
     index /= p.groups;
     s = index % p.seq_q;
     b = index / p.seq_q;
-    const int all_slots = used_slots(
-        p.topk, p.topk_length ? p.topk_length + b * p.topk_length_stride_b + s * p.topk_length_stride_s : nullptr);
-    id_end = visible_end(p.seq_kv, p.causal, p.q_start, p.positions_per_key, s);
-    const int all_tiles = id_end > 0 ? (all_slots + kBlockK - 1) / kBlockK : 0;
+    const int all_slots = used_slots(p, b, s);
+    ids = visible_ids(p, b, s);
+    const int all_tiles = ids.any() ? (all_slots + kBlockK - 1) / kBlockK : 0;
     const int first_tile = all_tiles * part / parts, end_tile = all_tiles * (part + 1) / parts;
     first_slot = first_tile * kBlockK;
     first_row_of_dkv += first_slot;
@@ -97,7 +97,7 @@ struct Item {
             p.dkv.sums + first_key * p.d_qk,
             static_cast<Bf16*>(p.dkv.rows) + first_row_of_dkv * p.d_qk,
             slots,
-            id_end,
+            ids,
             tiles,
             p.spread ? s % tiles : 0,
             {0, head_block * kBlockHeads, group, s, b},

@@ -20,7 +20,8 @@ struct Feeder {
   const int thread;
   int index = blockIdx.x;  // the item after that of tiles_left
   int tiles_left = 0;
-  int slots_left, id_end;
+  int slots_left;
+  VisibleIds visible_ids;
   const int* g_ids;  // this thread's first slot of the next tile
   const char* g_rows;
   int ids[kGatherRowsPerThread];  // of the next tile
@@ -57,7 +58,7 @@ struct Feeder {
     if (tiles_left > 0) {
       const uint32_t s_piece =
           shared_address(shared.tiles.chunk(at, kBegin)) + swizzled_offset(gather_row(thread), gather_piece(thread));
-      const GatherRows rows(g_rows, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, id_end);
+      const GatherRows rows(g_rows, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, visible_ids);
       rows.template copy<kBegin, kBegin, kBegin + kFrontChunks>(s_piece);
       if constexpr (kBack) {
         wait(&shared.probs_read[at], parity);
@@ -88,7 +89,7 @@ struct Feeder {
       tiles_left = item.tiles;
       const int first_slot = item.first_tile * kBlockK + gather_row(thread);
       slots_left = item.slot_end - first_slot;
-      id_end = item.id_end;
+      visible_ids = item.ids;
       g_ids = item.indices(p) + first_slot;
       g_rows = reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b +
                                              item.group * p.kv_stride_g) +

@@ -116,24 +116,21 @@ inline KernelParams::KernelParams(const Params& params)
 struct Item {
   int head_block, group, s, b, split;
   int first_tile, tiles;  // at least one tile, perhaps without a visible key
-  int slot_end, id_end;   // slots and ids below these are visible
+  int slot_end;           // slots below this are in use
+  VisibleIds ids;
 
   __device__ __forceinline__ Item(const KernelParams& p, int index) {
     p.head_blocks(index, head_block, index);
     p.group_count(index, group, index);
     p.split_count(index, split, index);
     p.query_count(b, s, index);
-    int slots = p.topk;
-    if (p.topk_length != nullptr) {
-      const int length = p.topk_length[b * p.topk_length_stride_b + s * p.topk_length_stride_s];
-      slots = length < 0 ? 0 : length < slots ? length : slots;
-    }
+    const int slots = used_slots(p, b, s);
     const int all_tiles = ceil_div(slots, kBlockK);
     first_tile = p.split_count.div(split * all_tiles);
     const int end_tile = p.split_count.div((split + 1) * all_tiles);
     tiles = end_tile > first_tile ? end_tile - first_tile : 1;
     slot_end = end_tile * kBlockK < slots ? end_tile * kBlockK : slots;
-    id_end = visible_end(p.seq_kv, p.causal, p.q_start, p.positions_per_key, s);
+    ids = visible_ids(p, b, s);
   }
 
   __device__ __forceinline__ const int* indices(const KernelParams& p) const {
