@@ -48,7 +48,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "indexer_logits_bwd": [{"heads": 64, "dim": 128, "seq": 70, "s_kv": 300}],
     "indexer_scores": [{"heads": 64, "dim": 128, "s_kv": 300, "slots": 200}],
     "indexer_scores_bwd": [{"heads": 64, "dim": 128, "s_kv": 300, "slots": 200}],
-    "indexer_loss": [{"slots": 3000}],
+    "indexer_loss": [{"slots": 3000}, {"slots": 20000}],
     "indexer_dense_loss": [{"heads": 64, "dim": 128, "s_kv": 70}],
     "topk_select": [{"columns": 40000}],
     "fp8_gemm": [{"rows": 70}, {"rows": 300}],

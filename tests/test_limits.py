@@ -5,13 +5,17 @@ from callers import assert_error, native
 
 from dsa_ext.testing.calls import ORDINARY
 
-MANY = 2**31 - 2**26 + 1
+MANY, ROWS = 2**31 - 2**26 + 1, 2**30 + 1
+LISTS = "indices must have at most 2^30 rows of at most 2^29 slots, got int32"
 POSITIONS = "must have at most 2^31 - 2^26"
-SLOTS = "q2k_index must have at most 2^20 slots per row and 2^30 per head, got int32"
-LONG = {"q": {2: 2**17}, "q2k_num": {2: 2**11}, "q2k_index": {2: 2**11, 3: 2**20}}
+SLOTS = "q2k_index must have at most 2^20 slots per row and 2^30 per head of k, got int32"
+LONG = {"q": {2: 2**16}, "q2k_num": {2: 2**10}, "q2k_index": {2: 2**10, 3: 2**20}}  # two heads for each of k
 
 # The operator, sizes of dimensions of its arguments, and the message without the operator's name.
 CASES: list[tuple[str, dict[str, dict[int, int]], str]] = [
+    ("sparse_mla_fwd", {"kv": {1: 2**31}}, f"kv must have sizes below 2^31, got bfloat16 [1, {2**31}, 1, 576]"),
+    ("sparse_mla_fwd", {"q": {1: ROWS}, "indices": {1: ROWS}}, f"{LISTS} [1, {ROWS}, 1, 24]"),
+    ("indexer_scores", {name: {0: ROWS} for name in ("q", "weights", "indices")}, f"{LISTS} [{ROWS}, 30]"),
     ("topk_select", {"logits": {1: MANY}}, f"logits {POSITIONS} columns, got float32 [9, {MANY}]"),
     ("indexer_loss", {"scores": {1: MANY}, "p": {1: MANY}}, f"scores {POSITIONS} columns, got float32 [9, {MANY}]"),
     (
@@ -29,11 +33,11 @@ CASES: list[tuple[str, dict[str, dict[int, int]], str]] = [
         f"k {POSITIONS} rows, got bfloat16 [{MANY}, 64]",
     ),
     ("block_sparse_attn_fwd", {"q2k_index": {3: 2**20 + 1}}, f"{SLOTS} [1, 4, 2, {2**20 + 1}]"),
-    ("block_sparse_attn_fwd", LONG, f"{SLOTS} [1, 4, {2**11}, {2**20}]"),
+    ("block_sparse_attn_fwd", LONG, f"{SLOTS} [1, 4, {2**10}, {2**20}]"),
     (
         "block_sparse_attn_bwd",
-        LONG | {"dout": {2: 2**17}, "out": {2: 2**17}, "lse": {2: 2**17}, "dlse": {2: 2**17}},
-        f"{SLOTS} [1, 4, {2**11}, {2**20}]",
+        LONG | {"dout": {2: 2**16}, "out": {2: 2**16}, "lse": {2: 2**16}, "dlse": {2: 2**16}},
+        f"{SLOTS} [1, 4, {2**10}, {2**20}]",
     ),
 ]
 

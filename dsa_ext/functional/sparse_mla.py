@@ -94,8 +94,8 @@ def sparse_mla(
 
     All tensors may be passed without the batch dimension: q [S, H, D], kv [S_kv, D] or [S_kv, G, D], indices [S, K] or
     [S, G, K], as :func:`indexer_topk` returns them, topk_length, starts and ends [S]; then out is [S, H, d_v] and lse
-    [S, H]. This is the form for packed sequences: ids are rows of the packed kv, and starts and ends are those that
-    :func:`indexer_topk` got, or None if it selected the ids, since it selects none outside.
+    [S, H]. This is the form for packed sequences, with ids that are rows of the packed kv. Ids that :func:`indexer_topk`
+    selected lie within the bounds that it got, so they need only causal=False.
 
     Args:
         q: queries [B, S, H, D], bf16. On the CPU also fp32 and float64.
@@ -188,7 +188,8 @@ def attn_dist(
     Without the batch dimension, as for :func:`sparse_mla`, lse is [S, H] and dist [S, K] or [S, G, K], like indices.
 
     Args:
-        q, kv, indices, sm_scale, causal, q_start, positions_per_key, topk_length, starts, ends: as for :func:`sparse_mla`.
+        q, kv, indices, sm_scale, causal, q_start, positions_per_key, topk_length, starts, ends: as for
+            :func:`sparse_mla`.
         lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 for float64 inputs).
         normalize: divide each row by its sum, or by 1e-10 if that is larger.
         per_head_block: return one sum per block of 64 heads of a group instead of the total, for the caller to add up.

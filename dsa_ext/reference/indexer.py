@@ -211,4 +211,6 @@ def indexer_loss(
     dscores = (log_q.exp() * target.sum(-1, keepdim=True) - target).masked_fill(~counts, 0)
     if row_weights is None:
         return loss, dscores
-    return loss * row_weights, dscores * row_weights[:, None]
+    # Weights that are not finite do not reach what does not count.
+    loss = (loss * row_weights).masked_fill(~counts.any(-1), 0)
+    return loss, (dscores * row_weights[:, None]).masked_fill(~counts, 0)

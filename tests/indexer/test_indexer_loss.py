@@ -138,6 +138,24 @@ def test_a_slot_without_target_may_be_out_of_range() -> None:
     assert loss.isnan()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(value: float) -> None:
+    """They do not reach slots and rows that do not count."""
+    args = arguments(row_weights=torch.full((R,), value))
+    args["valid"][0], args["valid"][1:, 0] = False, True
+    loss, dscores = OP(**args)
+    assert loss[0] == 0
+    assert not loss[1:].isfinite().any()
+    assert not dscores[~args["valid"]].any()
+
+
+def test_a_negative_target_is_nan() -> None:
+    args = arguments(valid=None)
+    args["p"][1, 2] = -1.0
+    loss, _ = OP(**args)
+    assert loss.isnan().tolist() == [False, True, False, False]
+
+
 def test_the_loss_of_a_perfect_indexer() -> None:
     scores = torch.randn(5, 40, dtype=torch.float64).requires_grad_()
     loss = dsa_ext.indexer_loss(scores, 7 * scores.detach().softmax(-1))

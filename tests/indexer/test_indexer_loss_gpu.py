@@ -56,13 +56,33 @@ def test_large_scores_and_small_teachers() -> None:
     check(scores, p * 0, valid)
 
 
-def test_a_slot_without_target_may_be_out_of_range() -> None:
-    scores = torch.tensor([[3e38, -3e38], [-3e38, 3e38]], device="cuda")
-    loss, dscores = OP(scores, torch.tensor([[1.0, 0.0], [0.0, 2.0]], device="cuda"))
+def test_large_targets() -> None:
+    scores, p, valid, weights = make_gpu(9, 100)
+    check(scores, p / 64 * 5e36, valid, weights)
+
+
+@pytest.mark.parametrize("slots", [2, 3000, 20000])
+def test_a_slot_without_target_may_be_out_of_range(slots: int) -> None:
+    """The first and the last slot, with none that counts between them."""
+    scores, p = torch.full((2, slots), -torch.inf, device="cuda"), torch.zeros(2, slots, device="cuda")
+    scores[:, :: slots - 1] = torch.tensor([[3e38, -3e38], [-3e38, 3e38]], device="cuda")
+    p[:, :: slots - 1] = torch.tensor([[1.0, 0.0], [0.0, 2.0]], device="cuda")
+    loss, dscores = OP(scores, p)
     assert not loss.any()
     assert not dscores.any()
     loss, _ = OP(torch.tensor([[torch.nan, 0.0]], device="cuda"), torch.tensor([[0.0, 1.0]], device="cuda"))
     assert loss.isnan()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(value: float) -> None:
+    scores, p, valid, weights = make_gpu(9, 300)
+    weights[::2] = value
+    loss, dscores = OP(scores, p, valid, weights)
+    assert loss[0] == 0
+    assert not dscores[~(valid & (scores > -math.inf))].any()
+    assert not loss[2::2].isfinite().any()
+    check(scores, p, valid, weights)
 
 
 def test_nan_stays_in_its_row() -> None:

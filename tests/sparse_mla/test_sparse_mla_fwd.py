@@ -154,7 +154,6 @@ OP = torch.ops.dsa.sparse_mla_fwd.default
 BWD = torch.ops.dsa.sparse_mla_bwd.default
 native, cpu, fake = callers("sparse_mla_fwd")
 B, S, S_KV, H, G, K, D = 1, 4, 16, 8, 1, 5, 576
-FAR, MANY = 2**31, 2**30 + 1
 BOUNDS = {"starts": torch.zeros(B, S).int(), "ends": torch.full((B, S), S_KV).int()}
 
 
@@ -248,18 +247,6 @@ NATIVE_ERRORS: list[tuple[dict[str, Any], str]] = [
     (
         {"indices": torch.zeros(B, S, G, 2 * K).int()[..., ::2]},
         "indices must have stride 1 in its last dimension, got stride 2",
-    ),
-    (
-        {"kv": torch.zeros(D).bfloat16().as_strided((B, FAR, G, D), (0, 0, 0, 1))},
-        "kv must have sizes below 2^31, got bfloat16 [1, 2147483648, 1, 576]",
-    ),
-    (
-        {
-            "q": torch.zeros(D).bfloat16().as_strided((B, MANY, H, D), (0, 0, 0, 1)),
-            "indices": torch.zeros(K).int().as_strided((B, MANY, G, K), (0, 0, 0, 1)),
-            "topk_length": None,
-        },
-        f"indices must have at most 2^30 rows of at most 2^29 slots, got int32 [1, {MANY}, 1, {K}]",
     ),
     (
         {"kv": torch.zeros(B, S_KV, G, D, device="meta").bfloat16()},

@@ -8,7 +8,7 @@ namespace dsa::block_sparse {
 namespace {
 
 // So that kernels may count slots, times the parts into which lists are split, in 32 bits.
-constexpr int64_t kMaxSlots = int64_t{1} << 20, kMaxSlotsOfHead = int64_t{1} << 30;
+constexpr int64_t kMaxSlots = int64_t{1} << 20, kMaxSlotsOfKeys = int64_t{1} << 30;
 
 int64_t blocks(int64_t positions) { return (positions + kBlock - 1) / kBlock; }
 
@@ -39,8 +39,9 @@ void check_inputs(const char* op, const Inputs& inputs) {
   check_tensor(op, "q2k_num", q2k_num, ScalarType::Int, {{"B", batch}, {"H", heads}, {"Mq", q_blocks}});
   if (kv_block_size) check_tensor(op, "kv_block_size", *kv_block_size, ScalarType::Int, {{"Mkv", blocks(k.size(2))}});
   DSA_CHECK(q2k_index.size(3) >= 1, op, ": q2k_index must have at least one slot per row, got ", describe(q2k_index));
-  DSA_CHECK(q2k_index.size(3) <= kMaxSlots && q_blocks <= kMaxSlotsOfHead / q2k_index.size(3), op,
-            ": q2k_index must have at most 2^20 slots per row and 2^30 per head, got ", describe(q2k_index));
+  const int64_t rows_of_keys = q_blocks * (heads / k.size(1));
+  DSA_CHECK(q2k_index.size(3) <= kMaxSlots && rows_of_keys <= kMaxSlotsOfKeys / q2k_index.size(3), op,
+            ": q2k_index must have at most 2^20 slots per row and 2^30 per head of k, got ", describe(q2k_index));
   check_last_stride(op, "q2k_index", q2k_index);
   check_same_device(op, "q2k_index", q2k_index, "q", q);
   check_same_device(op, "q2k_num", q2k_num, "q", q);

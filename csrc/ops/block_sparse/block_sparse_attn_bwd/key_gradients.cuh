@@ -1,6 +1,6 @@
 // dk and dv by blocks of keys: dv += P^T dout, dk += dS^T q over the query blocks that list them, for each head of the
 // group in turn (roles: streams.cuh). A stream holds its keys and values. Through its ring pass queries, dout and the
-// rows' lse and delta, then an end marker (mark), whose tiles stage dk and dv on their way to global memory.
+// rows' bases and delta, then an end marker (mark), whose tiles stage dk and dv on their way to global memory.
 #pragma once
 
 #include "sm90/math.cuh"

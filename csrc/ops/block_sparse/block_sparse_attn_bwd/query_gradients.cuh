@@ -1,6 +1,6 @@
-// dq by blocks of queries: dS = P (dout V^T - delta), dq += dS K; also lse and delta of each row for the other kernel
-// (roles: streams.cuh). Through a stream's ring pass a block of queries, of dout and of out, then keys and values of
-// each listed block in turn, then an end marker (mark), whose tile stages dq on its way to global memory.
+// dq by blocks of queries: dS = P (dout V^T - delta), dq += dS K; also the base and delta of each row for the other
+// kernel (roles: streams.cuh). Through a stream's ring pass a block of queries, of dout and of out, then keys and
+// values of each listed block in turn, then an end marker (mark), whose tile stages dq on its way to global memory.
 #pragma once
 
 #include "sm90/math.cuh"
@@ -95,7 +95,7 @@ __device__ __forceinline__ void finish_rows(const Params& p, const Item& item, i
     const int query = item.block * kBlock + row + 8 * r;
     const bool exists = query < p.seq_q;
     if (exists && p.dlse != nullptr) delta[r] -= __ldg(p.dlse + item.row(p) + query);
-    bases[r] = exists ? base_of_lse(__ldg(p.lse + item.row(p) + query)) : kMissingBase;  // -inf makes every P 0
+    bases[r] = exists ? base_of_lse(__ldg(p.lse + item.row(p) + query)) : kMissingBase;  // an lse of -inf makes P 0
     if (lane % 4 == 0) {
       float* g_rows = p.rows + static_cast<int64_t>(index) * 2 * kBlock + row + 8 * r;
       g_rows[0] = bases[r], g_rows[kBlock] = delta[r];

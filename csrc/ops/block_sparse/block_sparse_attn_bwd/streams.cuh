@@ -26,8 +26,8 @@ using namespace dsa::tiles;
 
 inline constexpr int kStreams = 2;
 inline constexpr int kThreads = (kStreams + 1) * kWarpgroupThreads;
-// Instead of the base of the probabilities (base_of_lse): of a query after the last, whose rows are 0. Its products
-// with a key that is not finite are NaN.
+// Marks a query after the last, in place of the base of its probabilities (base_of_lse). Its row of Q is 0, and 0 times
+// an infinite key is NaN, so the probabilities of such a query are set to 0.
 inline constexpr float kMissingBase = -FLT_MAX;
 inline constexpr int kComputeRegisters = 232, kCopyRegisters = 40, kStartRegisters = 168;
 

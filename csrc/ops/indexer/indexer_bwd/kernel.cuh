@@ -100,7 +100,7 @@ __device__ __forceinline__ void gather(SharedStorage<kColumns, kHeads>& shared, 
     if (tiles > 0) load_ids(0);
     request_queries(group);
     for (int index = 0; index < tiles; ++index) {
-      const GatherRows rows(g_keys, static_cast<uint32_t>(p.k_stride * sizeof(Bf16)), ids, p.seq_kv);
+      const GatherRows rows(g_keys, static_cast<uint32_t>(p.k_stride * sizeof(Bf16)), ids, {0, p.seq_kv});
       if (index + 1 < tiles) load_ids(index + 1);
       wait(&shared.empty[ring.slot], ring.parity ^ 1);
       rows.template copy<0, 0, kChunks>(shared_address(shared.keys[ring.slot]) + piece_offset);

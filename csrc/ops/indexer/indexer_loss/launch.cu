@@ -16,13 +16,14 @@ namespace {
 
 using namespace dsa::sm90;
 
-constexpr int kVector = 4;         // slots that are loaded at once
+constexpr int kVector = 4;  // slots that are loaded at once
+constexpr float kEntropyScale = 0x1p-7f;
 constexpr float kNotValid = -1.f;  // instead of a weight
 
 __device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * kLog2E); }
 
 struct Slots {
-  float score[kVector], p[kVector];  // -inf and 0 if not valid
+  alignas(16) float score[kVector], p[kVector];  // -inf and 0 if not valid
 
   // Makes the scores weights relative to `top`.
   __device__ __forceinline__ void weigh(float top) {
@@ -90,7 +91,7 @@ __device__ __forceinline__ float combine_lanes(float x, const Combine& combine) 
 
 // Sums over slots, with s = score - top for the largest score `top`.
 struct Sums {
-  float top, exps, mass, entropy, cross;  // the sums are those of e^s, p, p log2 p, p s
+  float top, exps, mass, entropy, cross;  // the sums are those of e^s, p, kEntropyScale p log2 p, p s
 
   // A difference of scores that overflows counts only where p is not 0.
   __device__ __forceinline__ void raise_top(float next) {
@@ -114,7 +115,8 @@ struct Sums {
       for (int i = 0; i < kVector; ++i) {
         const float p = slots.p[i];
         mass += p;
-        entropy += p > 0.f ? p * __log2f(p) : 0.f;  // log2_fast takes p below 2^-126 for 0
+        // log2_fast treats p below 2^-126 as 0. The factor keeps products of large p finite.
+        entropy += p == 0.f ? 0.f : p * (__log2f(p) * kEntropyScale);
         cross += p == 0.f ? 0.f : p * (slots.score[i] - top);
       }
       slots.weigh(top);
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_con
   const float weight = p.row_weights == nullptr ? 1.f : p.row_weights[blockIdx.x * p.row_weights_stride];
   const float divisor = fmaxf(sums.mass, 1e-10f), share = sums.mass / divisor;  // of the target's sum; should be 1
   if (threadIdx.x == 0) {
-    const float entropy = kLn2 * (sums.entropy / divisor - share * __log2f(divisor));
+    const float entropy = kLn2 * (sums.entropy / divisor / kEntropyScale - share * __log2f(divisor));
     const float kl = entropy - sums.cross / divisor + share * logf(sums.exps);
     p.loss[blockIdx.x] = sums.exps == 0.f ? 0.f : weight * kl;  // 0 if no slot is valid
   }
@@ -181,7 +183,7 @@ __global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_con
     const float q_factor = exp_fast(top - sums.top) / sums.exps * share, p_factor = 1.f / divisor;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      float gradients[kVector];
+      alignas(16) float gradients[kVector];
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         const float gradient = weight * (r[i].score[j] * q_factor - r[i].p[j] * p_factor);
