@@ -94,8 +94,8 @@ def sparse_mla(
 
     All tensors may be passed without the batch dimension: q [S, H, D], kv [S_kv, D] or [S_kv, G, D], indices [S, K] or
     [S, G, K], as :func:`indexer_topk` returns them, topk_length, starts and ends [S]; then out is [S, H, d_v] and lse
-    [S, H]. This is the form for packed sequences, with ids that are rows of the packed kv. Ids that :func:`indexer_topk`
-    selected lie within the bounds that it got, so they need only causal=False.
+    [S, H]. This is the form for packed sequences, with ids that are rows of the packed kv. Ids that
+    :func:`indexer_topk` selected lie within the bounds that it got, so they need only causal=False.
 
     Args:
         q: queries [B, S, H, D], bf16. On the CPU also fp32 and float64.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dsa_ext.nn.rotary import rotate_, rotated
+from dsa_ext.nn.rotary import rotated, write_rotated
 from dsa_ext.ops._library import is_transformed
 
 
@@ -42,13 +42,13 @@ class _MultiplyHeads(torch.autograd.Function):
 
 class _AbsorbedQueries(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(heads, key_weight, cos, sin)
+        ctx.interleaved = interleaved
         _, nope, latent = key_weight.shape
         q = heads.new_empty(*heads.shape[:-1], latent + heads.shape[-1] - nope)
         _multiply(q.flatten(0, 1)[..., :latent], heads.flatten(0, 1)[..., :nope], key_weight)
-        q[..., latent:] = heads[..., nope:]
-        rotate_(q[..., latent:], heads[..., nope:], cos, sin)
+        write_rotated(q[..., latent:], heads[..., nope:], cos, sin, interleaved)
         return q
 
     @staticmethod
@@ -57,9 +57,9 @@ class _AbsorbedQueries(torch.autograd.Function):
         _, nope, latent = key_weight.shape
         dheads = heads.new_empty(heads.shape)
         _multiply(dheads.flatten(0, 1)[..., :nope], dq.flatten(0, 1)[..., :latent], key_weight.mT)
-        dheads[..., nope:] = dq[..., latent:]
-        rotate_(dheads[..., nope:], dq[..., latent:], cos, -sin)
-        return dheads, _weight_gradient(heads.flatten(0, 1)[..., :nope], dq.flatten(0, 1)[..., :latent]), None, None
+        write_rotated(dheads[..., nope:], dq[..., latent:], cos, -sin, interleaved_out=ctx.interleaved)
+        dweight = _weight_gradient(heads.flatten(0, 1)[..., :nope], dq.flatten(0, 1)[..., :latent])
+        return dheads, dweight, None, None, None
 
 
 def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
@@ -71,17 +71,18 @@ def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
     return result
 
 
-def absorbed_queries(heads: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def absorbed_queries(heads: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Queries of the absorbed form, heads projected to the latent's columns: [B, S, H, latent + rope].
 
     Args:
         heads: [B, S, H, nope + rope].
         key_weight: [H, nope, latent], for the first `nope` columns of each head.
         cos, sin: rope_tables for the last `rope` columns.
+        interleaved: see apply_rope.
     """
     key_weight = key_weight.to(heads.dtype)
     if is_compiling() or is_transformed():
         nope, rope = heads.split([key_weight.shape[1], heads.shape[-1] - key_weight.shape[1]], dim=-1)
-        return torch.cat([multiply_heads(nope, key_weight), rotated(rope, cos, sin)], dim=-1)
-    result: Tensor = _AbsorbedQueries.apply(heads, key_weight, cos, sin)  # type: ignore[no-untyped-call]
+        return torch.cat([multiply_heads(nope, key_weight), rotated(rope, cos, sin, interleaved)], dim=-1)
+    result: Tensor = _AbsorbedQueries.apply(heads, key_weight, cos, sin, interleaved)  # type: ignore[no-untyped-call]
     return result

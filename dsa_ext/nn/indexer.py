@@ -91,36 +91,20 @@ class LightningIndexer(nn.Module):
         x = apply_rope(x, positions, self.rope_theta, columns=self.rope_dim)
         return x @ _hadamard_matrix(self.head_dim, x) if self.hadamard else x
 
-    @torch.no_grad()
     def select(self, tensors: IndexerTensors, topk: int) -> Tensor:
         """Ids of the `topk` keys with the highest scores, up to each query's own position [B, S, topk], int32:
         ascending, then -1."""
-        q, k, weights = (t.flatten(0, 1) for t in tensors)
-        starts, ends = _bounds(tensors.k)
-        k_scale = None
-        if self.precision == "fp8":
-            q, q_scale = _quantize(q)
-            k, k_scale = _quantize(k)
-            weights = weights.float() * q_scale
-        ids, _ = functional.indexer_topk(q, k, weights, starts, ends, topk, k_scale=k_scale)
-        if len(tensors.k) > 1:
-            ids = torch.where(ids >= 0, ids - starts[:, None], -1)
-        return ids.view(*tensors.k.shape[:2], topk)
+        return select_keys(tensors, *_causal_bounds(tensors.k), topk, self.precision)
 
     def scores(self, tensors: IndexerTensors, ids: Tensor) -> Tensor:
         """Scores of the listed keys [B, S, K], -inf where an id is not one of the S keys. Differentiable."""
-        q, k, weights = (t.flatten(0, 1) for t in tensors)
-        packed = ids.flatten(0, 1)
-        if len(tensors.k) > 1:
-            starts, _ = _bounds(tensors.k)
-            # An id of S or more would be a key of the next sequence.
-            packed = torch.where((packed >= 0) & (packed < tensors.k.shape[1]), packed + starts[:, None], -1)
-        return functional.indexer_scores(q, k, weights, packed).view(ids.shape)
+        return scores_of_keys(tensors, ids)
 
     def logits(self, tensors: IndexerTensors) -> Tensor:
         """Scores of all keys up to each query's own position [B, S, S], -inf for later ones. Differentiable."""
-        starts, ends = _bounds(tensors.k[:1])
-        logits = [functional.indexer_logits(q, k, weights, starts, ends) for q, k, weights in sequences(*tensors)]
+        starts, ends = _causal_bounds(tensors.k)
+        rows = sequences(*tensors, starts, ends)
+        logits = [functional.indexer_logits(*row) for row in rows]
         return torch.stack(logits).view(*tensors.k.shape[:2], tensors.k.shape[1])
 
 
@@ -130,12 +114,47 @@ def sequences(*tensors: Tensor) -> list[tuple[Any, ...]]:
     return list(zip(*tensors, strict=True)) or [tuple(t.flatten(0, 1) for t in tensors)]
 
 
-def _bounds(k: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal starts and ends, int32 [B * S], for B packed sequences of S tokens: the first key of each query's sequence
-    and one past the query's own position."""
-    batch, seq = k.shape[:2]
-    token = torch.arange(batch * seq, device=k.device, dtype=torch.int32)
-    return token // max(1, seq) * seq, token + 1
+@torch.no_grad()
+def select_keys(
+    tensors: IndexerTensors, starts: Tensor, ends: Tensor, topk: int, precision: Literal["fp8", "bf16"]
+) -> Tensor:
+    """Ids of the `topk` keys with the highest scores among those within the bounds, which are int32 [B, S], of each
+    sequence: [B, S, topk], int32, ascending, then -1. The number of keys T may differ from that of queries."""
+    batch, seq_kv = tensors.k.shape[:2]
+    q, k, weights = (t.flatten(0, 1) for t in tensors)
+    k_scale = None
+    if precision == "fp8":
+        q, q_scale = _quantize(q)
+        k, k_scale = _quantize(k)
+        weights = weights.float() * q_scale
+    if batch > 1:
+        first = _first_keys(tensors)
+        # A bound outside of the sequence would be a key of another.
+        starts, ends = starts.clamp(0, seq_kv) + first, ends.clamp(0, seq_kv) + first
+    ids, _ = functional.indexer_topk(q, k, weights, starts.flatten(), ends.flatten(), topk, k_scale=k_scale)
+    ids = ids.view(*tensors.q.shape[:2], topk)
+    return torch.where(ids >= 0, ids - first[..., None], -1) if batch > 1 else ids
+
+
+def scores_of_keys(tensors: IndexerTensors, ids: Tensor) -> Tensor:
+    """Scores of the listed keys [B, S, K], -inf where an id is not one of the sequence's T keys. Differentiable."""
+    q, k, weights = (t.flatten(0, 1) for t in tensors)
+    if len(tensors.k) > 1:
+        # An id of T or more would be a key of the next sequence.
+        ids = torch.where((ids >= 0) & (ids < tensors.k.shape[1]), ids + _first_keys(tensors)[..., None], -1)
+    return functional.indexer_scores(q, k, weights, ids.flatten(0, 1)).view(ids.shape)
+
+
+def _first_keys(tensors: IndexerTensors) -> Tensor:
+    """The row of the first key of each sequence when keys are packed, int32 [B, 1]."""
+    batch, seq_kv = tensors.k.shape[:2]
+    return torch.arange(batch, device=tensors.k.device, dtype=torch.int32)[:, None] * seq_kv
+
+
+def _causal_bounds(k: Tensor) -> tuple[Tensor, Tensor]:
+    """starts and ends, int32 [B, S], with which a query sees the keys up to its own position."""
+    ends = torch.arange(1, k.shape[1] + 1, device=k.device, dtype=torch.int32).expand(k.shape[:2])
+    return torch.zeros_like(ends), ends
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
