@@ -1,0 +1,343 @@
+"""The attention of transformers' DeepSeek-V3.2 and GLM-MoE-DSA models on the operators, against their own, on a CPU in
+fp32."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+from dsa_ext.integrations import transformers as integration  # noqa: E402
+
+MODELS = ["DeepseekV32", "GlmMoeDsa"]
+VOCABULARY = 100
+
+
+def make_model(name: str = "DeepseekV32", seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "index_n_heads": 16,
+        "index_head_dim": 64,
+        "index_topk": 8,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    if name == "GlmMoeDsa":
+        sizes["indexer_types"] = ["full", "shared", "full", "shared"]
+    config = getattr(transformers, f"{name}Config")(**sizes | changes)
+    config._attn_implementation = "sdpa"
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def tokens(batch: int = 2, seq: int = 40, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def both(model: Any, **inputs: Any) -> tuple[Any, Any]:
+    """The outputs of the model as it is, and on the operators."""
+    with torch.no_grad():
+        plain = model(**inputs)
+        with integration.enable(model):
+            return plain, model(**inputs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_restoring(name: str) -> None:
+    model, ids = make_model(name), tokens()
+    plain, ours = both(model, input_ids=ids)
+    assert not torch.equal(ours.logits, plain.logits)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain.logits)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients(name: str, checkpointing: bool) -> None:
+    model, ids = make_model(name).train(), tokens()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    gradients = []
+    for enabled in (False, True):
+        handle = integration.enable(model) if enabled else None
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        if handle is not None:
+            handle.disable()
+    assert gradients[0].keys() == gradients[1].keys()
+    assert not any("indexer" in name for name in gradients[0])
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(name: str, side: str) -> None:
+    model, ids = make_model(name), tokens(3, 30)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate((30, 17, 4)):
+        mask[row, slice(None, 30 - length) if side == "left" else slice(length, None)] = 0
+    plain, ours = both(model, input_ids=ids, attention_mask=mask)
+    is_token = mask.bool()
+    torch.testing.assert_close(ours.logits[is_token], plain.logits[is_token], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_sequences(name: str) -> None:
+    model, ids = make_model(name), tokens(1, 30)
+    positions = torch.cat([torch.arange(n) for n in (11, 1, 18)])[None]
+    plain, ours = both(model, input_ids=ids, position_ids=positions, use_cache=False)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
+    alone, _ = both(model, input_ids=ids[:, 12:])
+    torch.testing.assert_close(ours.logits[:, 12:], alone.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["4D", "holes"])
+def test_masks(name: str, kind: str) -> None:
+    """An additive mask of intervals becomes bounds; a mask with holes runs in transformers, with a warning."""
+    model, ids = make_model(name), tokens(1, 20)
+    visible = torch.ones(20, 20, dtype=torch.bool).tril()
+    if kind == "holes":
+        mask = torch.ones_like(ids)
+        mask[:, 7] = 0
+        with pytest.warns(UserWarning, match="the keys that a query may see are not one interval"):
+            plain, ours = both(model, input_ids=ids, attention_mask=mask)
+        assert torch.equal(ours.logits[:, 8:], plain.logits[:, 8:])
+        return
+    visible[10:, :5] = False
+    mask = torch.zeros(20, 20).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        plain, ours = both(model, input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
+
+
+def generation(cache: str, seed: int) -> dict[str, Any]:
+    """Arguments of `generate`: 64 tokens after two prompts, of which one is padded on the left."""
+    ids = tokens(2, 12, seed)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    arguments = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 64, "do_sample": False}
+    return arguments | {"disable_compile": True} | ({"cache_implementation": "static"} if cache == "static" else {})
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_generation_with_all_keys(name: str, cache: str, seed: int) -> None:
+    model = make_model(name, seed, index_topk=100)
+    plain = model.generate(**generation(cache, seed))
+    with integration.enable(model):
+        ours = model.generate(**generation(cache, seed))
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_generation_with_the_same_selection(name: str, cache: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that are exactly 0 tie, and torch.topk selects any of them: transformers gets the ids of ours."""
+    model, recorded = make_model(name, seed), list[Tensor]()
+    select = integration.select_keys
+
+    def select_and_record(*args: Any) -> Tensor:
+        recorded.append(select(*args))
+        return recorded[-1]
+
+    monkeypatch.setattr(integration, "select_keys", select_and_record)
+    with integration.enable(model):
+        ours = model.generate(**generation(cache, seed))
+    replay = iter(recorded)
+
+    def next_ids(*args: Any, **kwargs: Any) -> Tensor:
+        ids = next(replay)
+        return torch.where(ids >= 0, ids, ids[..., :1].clamp(min=0))  # transformers has no padding
+
+    for layer in model.model.layers:
+        if layer.self_attn.indexer is not None:
+            monkeypatch.setattr(layer.self_attn.indexer, "forward", next_ids)
+    assert torch.equal(model.generate(**generation(cache, seed)), ours)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_in_chunks(name: str) -> None:
+    model, ids = make_model(name), tokens(2, 40)
+    with integration.enable(model), torch.no_grad():
+        whole = model(ids).logits
+        cache = transformers.DynamicCache(config=model.config)
+        chunks = [model(part, past_key_values=cache).logits for part in ids.split([17, 1, 1, 21], dim=1)]
+    torch.testing.assert_close(torch.cat(chunks, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_the_indexer(name: str, checkpointing: bool) -> None:
+    model, ids = make_model(name, initializer_range=0.3).train(), tokens()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    plain = model(ids, labels=ids, use_cache=False).loss
+    handle = integration.enable(model, train_indexer=True, loss_coeff=0.5)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(loss, plain + 0.5 * handle.indexer_loss(), rtol=1e-4, atol=1e-5)
+    loss.backward()
+    learning = {n: p for n, p in model.named_parameters() if ".indexer." in n}
+    assert learning
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learning.values())
+
+    optimizer = torch.optim.Adam(learning.values(), lr=1e-2)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        model(ids, use_cache=False)
+        handle.indexer_loss().backward()
+        losses.append(handle.indexer_loss().item())
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    with torch.no_grad():
+        model(ids)
+    with pytest.raises(RuntimeError, match="there is no indexer loss"):
+        handle.indexer_loss()
+    handle.disable()
+
+
+def test_fp8_indexer_selects_similar_keys() -> None:
+    model, ids = make_model(), tokens()
+    with torch.no_grad():
+        with integration.enable(model):
+            expected = model(ids).logits
+        with integration.enable(model, indexer="fp8"):
+            ours = model(ids).logits
+    assert torch.cosine_similarity(ours.flatten(), expected.flatten(), dim=0) > 0.98
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank update, as adapters wrap it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = (
+            nn.Linear(*sizes, bias=False) for sizes in ((base.in_features, 3), (3, base.out_features))
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+def test_adapters() -> None:
+    model, ids = make_model().train(), tokens()
+    for layer in model.model.layers:
+        for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+            setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
+    results = []
+    for enabled in (False, True):
+        handle = integration.enable(model) if enabled else None
+        model.zero_grad()
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        if handle is not None:
+            handle.disable()
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-6)
+
+
+def test_autocast() -> None:
+    model, ids = make_model(), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, ours = both(model, input_ids=ids)
+    assert torch.cosine_similarity(ours.logits.flatten(), plain.logits.flatten(), dim=0) > 0.97
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compile(name: str) -> None:
+    torch._dynamo.reset()
+    model, ids = make_model(name), tokens()
+    with integration.enable(model), torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_that_do_not_fit() -> None:
+    model, ids = make_model(index_n_heads=4), tokens()
+    message = r"model\.layers\.0\.self_attn: index_n_heads must be one of \(8, 16, 32, 64\), got 4"
+    with pytest.raises(ValueError, match=message):
+        integration.enable(model)
+    with torch.no_grad():
+        plain = model(ids).logits
+        with integration.enable(model, strict=False):
+            assert torch.equal(model(ids).logits, plain)
+    mixed = make_model()
+    odd = copy.copy(mixed.config)
+    odd.attention_dropout = 0.5
+    mixed.model.layers[1].self_attn.config = odd
+    plain, _ = both_but_one(mixed, ids)
+
+
+def both_but_one(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Layers that fit run on the operators, with masks of transformers."""
+    with torch.no_grad():
+        plain = model(ids).logits
+        with integration.enable(model, strict=False):
+            ours = model(ids).logits
+    assert not torch.equal(ours, plain)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    return plain, ours
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="enable: indexer must be 'bf16' or 'fp8', got 'int8'"):
+        integration.enable(make_model(), indexer="int8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="enable: Linear has no layer of DeepseekV32 or GlmMoeDsa"):
+        integration.enable(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_register(name: str, tmp_path: Any) -> None:
+    from transformers.monkey_patching import clear_patch_mapping
+
+    model, ids = make_model(name), tokens()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        plain = model(ids).logits
+    integration.register()
+    try:
+        ours = type(model).from_pretrained(tmp_path).eval()
+        small = transformers.AutoModelForCausalLM.from_config(make_model(name, index_n_heads=4).config)
+    finally:
+        clear_patch_mapping()
+    assert type(ours.model.layers[0].self_attn).__name__ == f"Dsa{name}Attention"
+    assert type(small.model.layers[0].self_attn).__name__ == f"{name}Attention"
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, plain, rtol=1e-4, atol=1e-5)
