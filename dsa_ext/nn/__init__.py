@@ -5,7 +5,7 @@ from dsa_ext.nn.block_sparse import BlockKVCache, BlockSizes, BlockSparseAttenti
 from dsa_ext.nn.fp8_linear import FP8Linear
 from dsa_ext.nn.hyper_connection import HyperConnection
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer
-from dsa_ext.nn.rotary import apply_rope
+from dsa_ext.nn.rotary import Yarn, apply_rope
 from dsa_ext.nn.sparse_mla import Phase, SparseMLA, SparseMLAOutput
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "Phase",
     "SparseMLA",
     "SparseMLAOutput",
+    "Yarn",
     "apply_rope",
 ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.nn.rotary import apply_rope
+from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout
 
 _FP8 = torch.float8_e4m3fn
 
@@ -22,8 +22,8 @@ class IndexerTensors(NamedTuple):
 class LightningIndexer(nn.Module):
     """Selects the keys of each query with small heads, as in DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
 
-    q is a projection of the layer's query latent, k and the head weights are projections of its input. RoPE
-    (half-split) is applied to the first `rope_dim` columns of q and k. The factor Di**-0.5 * Hi**-0.5 is part of the
+    q is a projection of the layer's query latent, k and the head weights are projections of its input. RoPE is applied
+    to the first `rope_dim` columns of q and k. The factor Di**-0.5 * Hi**-0.5 is part of the
     weights.
 
     Parameters: `wq_b.weight` [Hi * Di, q_lora_rank], `wk.weight` [Di, hidden_size], `k_norm.weight`, `k_norm.bias`
@@ -36,6 +36,8 @@ class LightningIndexer(nn.Module):
         head_dim: columns per head Di: 64 or 128.
         rope_dim: number of columns with RoPE, even.
         rope_theta: base of RoPE's frequencies.
+        rope: which columns RoPE rotates together: "half" or "interleaved", see apply_rope.
+        yarn: slows RoPE's frequencies for longer sequences.
         hadamard: multiply q and k by the orthogonal Hadamard matrix, which leaves q.k unchanged and spreads outliers
             before quantization to fp8.
         precision: precision of the scores that select keys: "fp8" quantizes q and k to float8_e4m3fn, with one scale
@@ -51,6 +53,8 @@ class LightningIndexer(nn.Module):
         head_dim: int = 128,
         rope_dim: int = 64,
         rope_theta: float = 10_000.0,
+        rope: RopeLayout = "half",
+        yarn: Yarn | None = None,
         hadamard: bool = False,
         precision: Literal["fp8", "bf16"] = "fp8",
         device: torch.device | str | None = None,
@@ -63,8 +67,9 @@ class LightningIndexer(nn.Module):
             raise ValueError(f"LightningIndexer: head_dim must be a power of 2 with hadamard, got {head_dim}")
         if rope_dim % 2 != 0 or not 0 <= rope_dim <= head_dim:
             raise ValueError(f"LightningIndexer: rope_dim must be even, from 0 to head_dim={head_dim}, got {rope_dim}")
+        check_layout("LightningIndexer", "rope", rope)
         self.heads, self.head_dim, self.rope_dim, self.hadamard = heads, head_dim, rope_dim, hadamard
-        self.rope_theta, self.precision = rope_theta, precision
+        self.rope_theta, self.rope, self.yarn, self.precision = rope_theta, rope, yarn, precision
         self.wq_b = nn.Linear(q_lora_rank, heads * head_dim, bias=False, device=device, dtype=dtype)
         self.wk = nn.Linear(hidden_size, head_dim, bias=False, device=device, dtype=dtype)
         self.k_norm = nn.LayerNorm(head_dim, device=device, dtype=dtype)
@@ -78,9 +83,11 @@ class LightningIndexer(nn.Module):
         bounds = q.new_empty(0, dtype=torch.int32)
         functional.indexer_topk(q, q.new_empty(0, self.head_dim), weights, bounds, bounds, topk)
 
-    def forward(self, x: Tensor, q_latent: Tensor, q_start: int = 0) -> IndexerTensors:
-        """`x` [B, S, hidden_size] and `q_latent` [B, S, q_lora_rank]; the first token is at position `q_start`."""
-        positions = q_start + torch.arange(x.shape[1], device=x.device)
+    def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor | None = None) -> IndexerTensors:
+        """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and positions for RoPE [S] or [B, S], 0 to S - 1 by
+        default."""
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
         q = self._placed(self.wq_b(q_latent).unflatten(-1, (self.heads, self.head_dim)), positions)
         k = self._placed(self.k_norm(self.wk(x)).to(q.dtype), positions)  # autocast computes norms in fp32
         weights = self.weights_proj(x)
@@ -88,13 +95,15 @@ class LightningIndexer(nn.Module):
         return IndexerTensors(q, k, weights * (self.head_dim * self.heads) ** -0.5)
 
     def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
-        x = apply_rope(x, positions, self.rope_theta, columns=self.rope_dim)
+        options: Any = {"columns": self.rope_dim, "layout": self.rope, "yarn": self.yarn}
+        x = apply_rope(x, positions, self.rope_theta, **options)
         return x @ _hadamard_matrix(self.head_dim, x) if self.hadamard else x
 
-    def select(self, tensors: IndexerTensors, topk: int) -> Tensor:
-        """Ids of the `topk` keys with the highest scores, up to each query's own position [B, S, topk], int32:
-        ascending, then -1."""
-        return select_keys(tensors, *_causal_bounds(tensors.k), topk, self.precision)
+    def select(self, tensors: IndexerTensors, topk: int, bounds: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Ids of the `topk` keys with the highest scores [B, S, topk], int32: ascending, then -1. `bounds` are the
+        first key and the one after the last that a query sees, int32 [B, S]: by default the keys up to its own
+        position."""
+        return select_keys(tensors, *(causal_bounds(tensors.k) if bounds is None else bounds), topk, self.precision)
 
     def scores(self, tensors: IndexerTensors, ids: Tensor) -> Tensor:
         """Scores of the listed keys [B, S, K], -inf where an id is not one of the S keys. Differentiable."""
@@ -102,7 +111,7 @@ class LightningIndexer(nn.Module):
 
     def logits(self, tensors: IndexerTensors) -> Tensor:
         """Scores of all keys up to each query's own position [B, S, S], -inf for later ones. Differentiable."""
-        starts, ends = _causal_bounds(tensors.k)
+        starts, ends = causal_bounds(tensors.k)
         rows = sequences(*tensors, starts, ends)
         logits = [functional.indexer_logits(*row) for row in rows]
         return torch.stack(logits).view(*tensors.k.shape[:2], tensors.k.shape[1])
@@ -151,7 +160,7 @@ def _first_keys(tensors: IndexerTensors) -> Tensor:
     return torch.arange(batch, device=tensors.k.device, dtype=torch.int32)[:, None] * seq_kv
 
 
-def _causal_bounds(k: Tensor) -> tuple[Tensor, Tensor]:
+def causal_bounds(k: Tensor) -> tuple[Tensor, Tensor]:
     """starts and ends, int32 [B, S], with which a query sees the keys up to its own position."""
     ends = torch.arange(1, k.shape[1] + 1, device=k.device, dtype=torch.int32).expand(k.shape[:2])
     return torch.zeros_like(ends), ends

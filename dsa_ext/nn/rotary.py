@@ -1,6 +1,8 @@
 """Rotary position embedding."""
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -9,29 +11,94 @@ from torch.compiler import is_compiling
 from dsa_ext.ops._checks import describe
 from dsa_ext.ops._library import is_transformed
 
+RopeLayout = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """RoPE for longer sequences than a model was first trained on: YaRN (arXiv 2309.00071), as DeepSeek-V3.2 uses it.
+
+    Fast rotations stay as they are, slow ones become `factor` times slower, and those between are interpolated.
+
+    Args:
+        factor: how many times longer the sequences are.
+        original_positions: length of the sequences before.
+        beta_fast, beta_slow: rotations within `original_positions` of the fastest and the slowest pair that is
+            interpolated.
+        mscale, mscale_all_dim: weights of the logarithm of `factor` in the scale of the rotated columns and in that of
+            all columns. If they are equal, only attention's `sm_scale` changes.
+    """
+
+    factor: float
+    original_positions: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    @property
+    def rotated_scale(self) -> float:
+        """Factor on the rotated columns."""
+        return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
+
+    @property
+    def sm_scale(self) -> float:
+        """Factor on attention's sm_scale."""
+        return self._scale(self.mscale_all_dim) ** 2
+
+    def _scale(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def slowed(self, frequencies: Tensor, theta: float) -> Tensor:
+        pairs = len(frequencies)
+
+        def pair_with(rotations: float) -> float:
+            return pairs * math.log(self.original_positions / (rotations * 2 * math.pi)) / math.log(theta)
+
+        first, last = (
+            max(math.floor(pair_with(self.beta_fast)), 0),
+            min(math.ceil(pair_with(self.beta_slow)), 2 * pairs - 1),
+        )
+        pair = torch.arange(pairs, device=frequencies.device, dtype=torch.float32)
+        slow = ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
+        return frequencies / self.factor * slow + frequencies * (1 - slow)
+
 
 def apply_rope(
-    x: Tensor, positions: Tensor, theta: float = 10_000.0, *, columns: int | None = None, interleaved: bool = False
+    x: Tensor,
+    positions: Tensor,
+    theta: float = 10_000.0,
+    *,
+    columns: int | None = None,
+    layout: RopeLayout = "half",
+    yarn: Yarn | None = None,
 ) -> Tensor:
     """Rotates pairs of columns: pair i by the angle positions * theta**(-i / half), with `half` pairs.
 
     Args:
         x: [B, S, ..., D], floating-point.
-        positions: [S].
+        positions: [S] or [B, S].
         theta: base of the frequencies.
         columns: number of leading columns to rotate, even; the others are unchanged. All by default.
-        interleaved: pair i is columns 2 i and 2 i + 1 of x, as in DeepSeek's checkpoints, instead of column i of the
-            first half and column i of the second. In both cases it is the latter in the result.
+        layout: which columns of x are a pair. "half": column i of the first half and column i of the second;
+            "interleaved": columns 2 i and 2 i + 1, as in DeepSeek's checkpoints. In the result it is always the former.
+        yarn: slows the frequencies.
     """
     if x.dim() < 3 or not x.is_floating_point():
         raise ValueError(f"apply_rope: x must be floating-point [B, S, ..., D], got {describe(x)}")
     columns = x.shape[-1] if columns is None else columns
     if columns % 2 != 0 or not 0 <= columns <= x.shape[-1]:
         raise ValueError(f"apply_rope: columns must be even, from 0 to D={x.shape[-1]}, got {columns}")
-    if not isinstance(positions, Tensor) or positions.shape != x.shape[1:2]:
+    check_layout("apply_rope", "layout", layout)
+    if not isinstance(positions, Tensor) or positions.shape not in (x.shape[1:2], x.shape[:2]):
         got = describe(positions) if isinstance(positions, Tensor) else type(positions).__name__
-        raise ValueError(f"apply_rope: positions must be a tensor [S={x.shape[1]}], got {got}")
-    return rotated(x, *rope_tables(x, positions, theta, columns), interleaved)
+        raise ValueError(f"apply_rope: positions must be a tensor [S={x.shape[1]}] or [B={x.shape[0]}, S], got {got}")
+    return rotated(x, *rope_tables(x, positions, theta, columns, yarn), layout == "interleaved")
+
+
+def check_layout(where: str, name: str, layout: str) -> None:
+    if layout not in ("half", "interleaved"):
+        raise ValueError(f"{where}: {name} must be 'half' or 'interleaved', got {layout!r}")
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -44,13 +111,17 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> T
     return result
 
 
-def rope_tables(x: Tensor, positions: Tensor, theta: float, columns: int) -> tuple[Tensor, Tensor]:
-    """Tables of cos and sin for apply_rope on x [B, S, ..., D]: [1, S, ..., columns / 2], like x."""
+def rope_tables(
+    x: Tensor, positions: Tensor, theta: float, columns: int, yarn: Yarn | None = None
+) -> tuple[Tensor, Tensor]:
+    """Tables of cos and sin for apply_rope on x [B, S, ..., D]: [1 or B, S, ..., columns / 2], like x."""
     half = columns // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions.to(torch.float32)[:, None] * frequencies
-    angles = angles.view(1, len(positions), *(1,) * (x.dim() - 3), half)
-    return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    frequencies = frequencies if yarn is None else yarn.slowed(frequencies, theta)
+    angles = (positions if positions.dim() == 2 else positions[None]).to(torch.float32)[..., None] * frequencies
+    angles = angles.view(*angles.shape[:2], *(1,) * (x.dim() - 3), half)
+    scale = 1.0 if yarn is None else yarn.rotated_scale
+    return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
 
 
 def halves(x: Tensor, cos: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

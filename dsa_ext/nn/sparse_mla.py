@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dsa_ext import functional
 from dsa_ext.nn.heads import absorbed_queries, multiply_heads
 from dsa_ext.nn.indexer import LightningIndexer, sequences
-from dsa_ext.nn.rotary import apply_rope, rope_tables
+from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, rope_tables
 from dsa_ext.ops._checks import describe
 
 Phase = Literal["dense", "warmup", "sparse"]
@@ -37,7 +37,7 @@ class SparseMLA(nn.Module):
 
     Parameters, with the names of Hugging Face's DeepSeek models: `q_a_proj`, `q_a_layernorm`, `q_b_proj`,
     `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`, and those of `indexer` (see LightningIndexer). RoPE
-    is half-split, and applied to the last columns of each head of q and of the output of `kv_a_proj_with_mqa`.
+    is applied to the last columns of each head of q and of the output of `kv_a_proj_with_mqa`.
 
     On a GPU the layer must be in bf16. On the CPU it may also be in fp32 or float64.
 
@@ -49,6 +49,9 @@ class SparseMLA(nn.Module):
         kv_lora_rank: columns of the key latent; 512.
         topk: number of keys that a query attends to, 1 to 4096.
         rope_theta: base of RoPE's frequencies, also in the indexer.
+        rope: which columns RoPE rotates together, "half" or "interleaved", see apply_rope. DeepSeek-V3.2 has
+            "interleaved" here and "half" in the indexer, GLM-MoE-DSA "interleaved" in both.
+        yarn: slows RoPE's frequencies for longer sequences, also in the indexer, and scales sm_scale.
         indexer: further arguments of LightningIndexer.
         phase: the initial phase.
     """
@@ -65,6 +68,8 @@ class SparseMLA(nn.Module):
         kv_lora_rank: int = 512,
         topk: int = 2048,
         rope_theta: float = 10_000.0,
+        rope: RopeLayout = "half",
+        yarn: Yarn | None = None,
         indexer: dict[str, Any] | None = None,
         phase: Phase = "sparse",
         device: torch.device | str | None = None,
@@ -72,8 +77,10 @@ class SparseMLA(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.nope_dim, self.rope_dim, self.v_dim = heads, nope_dim, rope_dim, v_dim
-        self.kv_lora_rank, self.topk, self.rope_theta = kv_lora_rank, topk, rope_theta
-        self.sm_scale = (nope_dim + rope_dim) ** -0.5
+        check_layout("SparseMLA", "rope", rope)
+        self.kv_lora_rank, self.topk = kv_lora_rank, topk
+        self.rope_theta, self.rope, self.yarn = rope_theta, rope, yarn
+        self.sm_scale = (nope_dim + rope_dim) ** -0.5 * (1.0 if yarn is None else yarn.sm_scale)
         self.phase = phase
 
         def linear(columns: int, rows: int) -> nn.Linear:
@@ -86,7 +93,7 @@ class SparseMLA(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, eps=1e-6, device=device, dtype=dtype)
         self.kv_b_proj = linear(kv_lora_rank, heads * (nope_dim + v_dim))
         self.o_proj = linear(heads * v_dim, hidden_size)
-        options = {"rope_theta": rope_theta, "device": device, "dtype": dtype, **(indexer or {})}
+        options = {"rope_theta": rope_theta, "yarn": yarn, "device": device, "dtype": dtype, **(indexer or {})}
         self.indexer = LightningIndexer(hidden_size, q_lora_rank, **options)
         self.indexer.check_topk(topk)
         q = torch.empty(1, 0, heads, kv_lora_rank + rope_dim, device="meta", dtype=torch.bfloat16)
@@ -104,72 +111,111 @@ class SparseMLA(nn.Module):
             raise ValueError(f"SparseMLA: phase must be 'dense', 'warmup' or 'sparse', got {phase!r}")
         self._phase: Phase = phase
 
-    def forward(self, x: Tensor) -> SparseMLAOutput:
-        """`x` [B, S, hidden_size], positions 0 to S - 1."""
-        if x.dim() != 3:
-            raise ValueError(f"SparseMLA: x must be [B, S, hidden_size], got {describe(x)}")
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        ids: Tensor | None = None,
+    ) -> SparseMLAOutput:
+        """
+        Args:
+            x: [B, S, hidden_size].
+            positions: positions for RoPE, [S] or [B, S]; 0 to S - 1 in each sequence by default. What a query sees
+                depends on the order of the rows alone.
+            cu_seqlens: for B = 1, the rows at which packed sequences begin, and S: int32 [number of sequences + 1],
+                ascending from 0, on the device of x. Queries see keys of their own sequence only.
+            ids: keys that an earlier layer selected, to share its indexer; only in the phase "sparse". The indexer
+                then does not run, and there is no loss.
+        """
+        rows = self._rows(x, positions, cu_seqlens)
+        if ids is not None and self.phase != "sparse":
+            raise ValueError(f"SparseMLA: ids must be None in the phase {self.phase!r}")
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         key_weight, value_weight = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank).split(
             [self.nope_dim, self.v_dim], dim=1
         )
-        q, kv = self._queries(q_latent, key_weight), self._keys(x)
-        tensors = ids = None
-        if self.phase != "dense":
-            tensors = self.indexer(x.detach(), q_latent.detach())
+        q, kv = self._queries(q_latent, key_weight, rows), self._keys(x, rows)
+        tensors = None
+        if self.phase != "dense" and ids is None:
+            tensors = self.indexer(x.detach(), q_latent.detach(), rows.positions)
         if tensors is not None and self.phase == "sparse":
-            ids = self.indexer.select(tensors, self.topk)
-            listed = ids[:, :, None]
-        else:
-            listed = _all_keys(x)
-        latent, lse = self._attend(q, kv, listed)
+            ids = self.indexer.select(tensors, self.topk, rows.bounds)
+        listed = _all_keys(x) if ids is None else ids[:, :, None]
+        latent, lse = self._attend(q, kv, listed, rows)
         out = self.o_proj(multiply_heads(latent, value_weight.mT).flatten(2))
         if tensors is None or not torch.is_grad_enabled():
             return SparseMLAOutput(out, None, ids)
         q, kv, lse = q.detach(), kv.detach(), lse.detach()
         if ids is None:
-            rows = sequences(*tensors, q, kv[:, :, 0], lse)
-            losses = [functional.indexer_dense_loss(*row, sm_scale=self.sm_scale) for row in rows]
+            each = sequences(*tensors, q, kv[:, :, 0], lse)
+            bounds = {name: bound[0] for name, bound in rows.visible().items()}
+            losses = [functional.indexer_dense_loss(*one, sm_scale=self.sm_scale, **bounds) for one in each]
             return SparseMLAOutput(out, torch.stack(losses).mean(), None)
-        p = self._distribution(q, kv, listed, lse)
+        p = self._distribution(q, kv, listed, lse, rows)
         return SparseMLAOutput(out, functional.indexer_loss(self.indexer.scores(tensors, ids), p), ids)
 
     @torch.no_grad()
     def attention_to_all(self, x: Tensor) -> Tensor:
         """Weights of dense attention, averaged over heads: [B, S, S], fp32 (float64 for float64 inputs)."""
+        rows = self._rows(x)
         key_weight = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank)[:, : self.nope_dim]
-        q, kv = self._queries(self.q_a_layernorm(self.q_a_proj(x)), key_weight), self._keys(x)
+        q, kv = self._queries(self.q_a_layernorm(self.q_a_proj(x)), key_weight, rows), self._keys(x, rows)
         listed = _all_keys(x)
-        _, lse = self._attend(q, kv, listed)
-        return self._distribution(q, kv, listed, lse)[..., : x.shape[1]] / self.heads
+        _, lse = self._attend(q, kv, listed, rows)
+        return self._distribution(q, kv, listed, lse, rows)[..., : x.shape[1]] / self.heads
 
     def select(self, x: Tensor) -> Tensor:
         """The keys that the indexer selects for the layer's input [B, S, topk], int32: ascending, then -1."""
         return self.indexer.select(self.indexer(x, self.q_a_layernorm(self.q_a_proj(x))), self.topk)
 
-    def _attend(self, q: Tensor, kv: Tensor, listed: Tensor) -> tuple[Tensor, Tensor]:
+    def _rows(self, x: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> "_Rows":
+        if x.dim() != 3:
+            raise ValueError(f"SparseMLA: x must be [B, S, hidden_size], got {describe(x)}")
+        row = torch.arange(x.shape[1], device=x.device)
+        if cu_seqlens is None:
+            return _Rows(row if positions is None else positions, None)
+        if x.shape[0] != 1 or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or len(cu_seqlens) < 2:
+            expected = "must be int32 [number of sequences + 1] with x [1, S, hidden_size]"
+            raise ValueError(f"SparseMLA: cu_seqlens {expected}, got {describe(cu_seqlens)} with x {describe(x)}")
+        starts = cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True, out_int32=True) - 1]
+        bounds = starts[None], (row + 1).int()[None]
+        return _Rows(row - starts if positions is None else positions, bounds)
+
+    def _attend(self, q: Tensor, kv: Tensor, listed: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor]:
         """Attention to the listed keys: outputs in the latent [B, S, H, kv_lora_rank] and lse [B, S, H]."""
-        return functional.sparse_mla(q, kv, listed, sm_scale=self.sm_scale, d_v=self.kv_lora_rank, return_lse=True)
-
-    def _distribution(self, q: Tensor, kv: Tensor, listed: Tensor, lse: Tensor) -> Tensor:
-        """Attention weights of the listed keys, summed over heads [B, S, K]."""
-        return functional.attn_dist(q, kv, listed, lse, sm_scale=self.sm_scale)[:, :, 0]
-
-    def _queries(self, q_latent: Tensor, key_weight: Tensor) -> Tensor:
-        """Queries of the absorbed form [B, S, H, kv_lora_rank + rope_dim]: heads projected to the latent's columns."""
-        heads = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
-        return absorbed_queries(
-            heads, key_weight, *rope_tables(heads, _positions(heads), self.rope_theta, self.rope_dim)
+        return functional.sparse_mla(
+            q, kv, listed, sm_scale=self.sm_scale, d_v=self.kv_lora_rank, return_lse=True, **rows.visible()
         )
 
-    def _keys(self, x: Tensor) -> Tensor:
+    def _distribution(self, q: Tensor, kv: Tensor, listed: Tensor, lse: Tensor, rows: "_Rows") -> Tensor:
+        """Attention weights of the listed keys, summed over heads [B, S, K]."""
+        return functional.attn_dist(q, kv, listed, lse, sm_scale=self.sm_scale, **rows.visible())[:, :, 0]
+
+    def _queries(self, q_latent: Tensor, key_weight: Tensor, rows: "_Rows") -> Tensor:
+        """Queries of the absorbed form [B, S, H, kv_lora_rank + rope_dim]: heads projected to the latent's columns."""
+        heads = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
+        tables = rope_tables(heads, rows.positions, self.rope_theta, self.rope_dim, self.yarn)
+        return absorbed_queries(heads, key_weight, *tables, self.rope == "interleaved")
+
+    def _keys(self, x: Tensor, rows: "_Rows") -> Tensor:
         """The latent keys and their RoPE columns [B, S, 1, kv_lora_rank + rope_dim]."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
         latent = self.kv_a_layernorm(latent).to(k_rope.dtype)  # autocast computes norms in fp32
-        return torch.cat([latent, apply_rope(k_rope, _positions(x), self.rope_theta)], dim=-1)[:, :, None]
+        k_rope = apply_rope(k_rope, rows.positions, self.rope_theta, layout=self.rope, yarn=self.yarn)
+        return torch.cat([latent, k_rope], dim=-1)[:, :, None]
 
 
-def _positions(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1], device=x.device)
+class _Rows(NamedTuple):
+    """Where the rows of x stand."""
+
+    positions: Tensor  # for RoPE, [S] or [B, S]
+    bounds: tuple[Tensor, Tensor] | None  # the first key and the one after the last that a query sees, int32 [B, S]
+
+    def visible(self) -> dict[str, Any]:
+        """Arguments of the attention's operators."""
+        return {} if self.bounds is None else {"starts": self.bounds[0], "ends": self.bounds[1]}
 
 
 def _all_keys(x: Tensor) -> Tensor:

@@ -341,3 +341,23 @@ def test_register(name: str, tmp_path: Any) -> None:
     assert type(small.model.layers[0].self_attn).__name__ == f"{name}Attention"
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_yarn_is_that_of_transformers() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import yarn_apply_mscale
+
+    from dsa_ext.nn import Yarn
+
+    parameters = {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    config = transformers.DeepseekV32Config(rope_parameters=parameters, max_position_embeddings=163840)
+    config.head_dim = 64
+    frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](config)
+    yarn = Yarn(40.0, mscale=0.7)
+    plain = 10_000.0 ** (-torch.arange(32) / 32)
+    torch.testing.assert_close(yarn.slowed(plain, 10_000.0), frequencies)
+    assert yarn.rotated_scale == pytest.approx(scale)
+    assert yarn.sm_scale == pytest.approx(yarn_apply_mscale(parameters, 1.0))

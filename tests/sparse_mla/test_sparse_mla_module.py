@@ -294,5 +294,7 @@ def test_errors_of_rope() -> None:
         with pytest.raises(ValueError, match=f"columns must be even, from 0 to D=8, got {columns}"):
             apply_rope(x, positions, columns=columns)
     for other, got in ((positions[:1], r"int64 \[1\]"), (positions[None], r"int64 \[1, 6\]"), ([0] * 6, "list")):
-        with pytest.raises(ValueError, match=rf"positions must be a tensor \[S=6\], got {got}"):
+        with pytest.raises(ValueError, match=rf"positions must be a tensor \[S=6\] or \[B=2, S\], got {got}"):
             apply_rope(x, other)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="apply_rope: layout must be 'half' or 'interleaved', got 'pairs'"):
+        apply_rope(x, positions, layout="pairs")  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ def sparse_mla(draw: Draw) -> Call:
 
     def step(module: SparseMLA, a: Args, selection: Results | None) -> Named:
         if selection is not None:
-            module.indexer.select = lambda tensors, topk: selection[0]  # type: ignore[method-assign]
+            module.indexer.select = lambda *_: selection[0]  # type: ignore[method-assign]
         x = a["x"].detach().requires_grad_()
         out, loss, ids = module(x)
         learns = {n: p for n, p in module.named_parameters() if phase != "dense" or not n.startswith("indexer.")}

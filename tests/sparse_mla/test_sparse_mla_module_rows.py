@@ -1,0 +1,123 @@
+"""SparseMLA on packed sequences, with other positions and RoPE, and with the selection of another layer."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsa_ext.nn import SparseMLA, Yarn, apply_rope
+
+HIDDEN, HEADS, RANK = 48, 4, 32
+LENGTHS = (5, 1, 0, 12)
+
+
+def make_layer(**options: Any) -> SparseMLA:
+    torch.manual_seed(0)
+    indexer = {"heads": 16, "head_dim": 64, "precision": "bf16", **options.pop("indexer", {})}
+    sizes = {"nope_dim": 32, "v_dim": 16, "topk": 4}
+    return SparseMLA(HIDDEN, HEADS, q_lora_rank=RANK, dtype=torch.float64, indexer=indexer, **{**sizes, **options})
+
+
+def make_input(batch: int = 1, seq: int = sum(LENGTHS)) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, seq, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("phase", ["dense", "warmup", "sparse"])
+def test_packed_sequences(phase: Any) -> None:
+    layer, x = make_layer(phase=phase), make_input()
+    cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    out, loss, ids = layer(x, cu_seqlens=cu_seqlens)
+    alone = [layer(part) for part in x.split(LENGTHS, dim=1) if part.shape[1]]
+    torch.testing.assert_close(out, torch.cat([one.out for one in alone], dim=1))
+    if loss is not None:
+        sums = [one.indexer_loss * one.out.shape[1] for one in alone]
+        torch.testing.assert_close(loss, torch.stack(sums).sum() / x.shape[1])
+        parameters = list(layer.parameters())
+        expected = torch.autograd.grad(torch.stack(sums).sum() / x.shape[1], parameters, allow_unused=True)
+        torch.testing.assert_close(torch.autograd.grad(loss, parameters, allow_unused=True), expected)
+    if ids is not None:
+        first = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
+        own = [torch.where(one.ids >= 0, one.ids + n, -1) for one, n in zip(alone, first[[0, 1, 3]], strict=True)]
+        assert torch.equal(ids, torch.cat(own, dim=1))
+
+
+def test_positions() -> None:
+    """Only differences of positions matter, and only within a sequence."""
+    layer, x = make_layer(), make_input(2, 9)
+    expected = layer(x).out
+    shifts = torch.tensor([[100], [7]])
+    torch.testing.assert_close(layer(x, positions=torch.arange(9) + shifts).out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer(x, positions=torch.arange(9) + 100).out, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(layer(x, positions=3 * torch.arange(9)).out, expected, rtol=1e-2)
+
+
+def test_the_selection_of_another_layer() -> None:
+    layer, x = make_layer(), make_input(2, 9)
+    out, loss, ids = layer(x)
+    again = layer(x, ids=ids)
+    assert torch.equal(again.out, out)
+    assert torch.equal(again.ids, ids)
+    assert loss is not None
+    assert again.indexer_loss is None
+    layer.phase = "dense"
+    with pytest.raises(ValueError, match="ids must be None in the phase 'dense'"):
+        layer(x, ids=ids)
+
+
+def test_interleaved_rope() -> None:
+    """The same as half-split RoPE of permuted weights."""
+
+    def half_split(rows: Tensor) -> Tensor:
+        return rows.unflatten(-2, (-1, 2)).transpose(-3, -2).flatten(-3, -2)
+
+    plain, x = make_layer(), make_input(2, 9)
+    layer = make_layer(rope="interleaved", indexer={"rope": "interleaved"})
+    with torch.no_grad():
+        state = {name: value.clone() for name, value in layer.state_dict().items()}
+        heads = state["q_b_proj.weight"].view(HEADS, -1, RANK)
+        heads[:, -64:] = half_split(heads[:, -64:])
+        state["kv_a_proj_with_mqa.weight"][-64:] = half_split(state["kv_a_proj_with_mqa.weight"][-64:])
+        index_heads = state["indexer.wq_b.weight"].view(16, 64, RANK)
+        index_heads[:] = half_split(index_heads)
+        for name in ("indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias"):
+            rows = state[name] if state[name].dim() == 2 else state[name][:, None]
+            state[name] = half_split(rows).view_as(state[name])
+    plain.load_state_dict(state)
+    leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, expected = layer(leaf), plain(other)
+    assert torch.equal(got.ids, expected.ids)
+    torch.testing.assert_close((got.out, got.indexer_loss), (expected.out, expected.indexer_loss))
+    torch.testing.assert_close(torch.autograd.grad(got.out.sum(), leaf), torch.autograd.grad(expected.out.sum(), other))
+
+
+@pytest.mark.parametrize("columns", [None, 4])
+def test_gradients_of_interleaved_rope(columns: int | None) -> None:
+    x = torch.randn(2, 3, 2, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: apply_rope(x, torch.arange(3), columns=columns, layout="interleaved"), x)
+
+
+def test_yarn() -> None:
+    """Fast pairs keep their angles, slow ones turn `factor` times slower."""
+    x, yarn = torch.ones(1, 3, 64, dtype=torch.float64), Yarn(40.0)
+    positions = torch.tensor([0, 17, 40 * 17])
+    plain, slowed = (apply_rope(x, positions, yarn=y) for y in (None, yarn))
+    torch.testing.assert_close(slowed[..., :8], plain[..., :8])
+    torch.testing.assert_close(slowed[:, 2, 31], plain[:, 1, 31], rtol=1e-4, atol=1e-4)
+    assert yarn.rotated_scale == 1
+    assert Yarn(1.0).sm_scale == 1
+    layer = make_layer(yarn=yarn)
+    assert layer.sm_scale == pytest.approx(96**-0.5 * 1.8739, rel=1e-4)
+    assert layer.indexer.yarn is yarn
+
+
+def test_errors() -> None:
+    layer, x = make_layer(), make_input(2, 9)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be int32 .* got int32 \[2\] with x float64 \[2, 9, 48\]"):
+        layer(x, cu_seqlens=torch.tensor([0, 9], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"cu_seqlens must be int32 .* got int64 \[2\]"):
+        layer(x[:1], cu_seqlens=torch.tensor([0, 9]))
+    for options in ({"rope": "pairs"}, {"indexer": {"rope": "pairs"}}):
+        with pytest.raises(ValueError, match="rope must be 'half' or 'interleaved', got 'pairs'"):
+            make_layer(**options)
