@@ -73,6 +73,14 @@ def test_cuda_calls_name_what_is_none(op: str, leaves: bool) -> None:
 # ---- public functions
 
 
+#: Functions that are no operators, and their arguments.
+OTHERS: dict[str, Args] = {
+    "prepare_weight": {"w": torch.ones(128, 128)},
+    "hadamard_transform": {"x": torch.ones(3, 8)},
+    "quantize_indexer": {"q": torch.ones(3, 8, 64), "k": torch.ones(5, 64)},
+}
+
+
 def operator_of(function: str) -> str:
     return function if function in ORDINARY else f"{function}_fwd"
 
@@ -85,8 +93,8 @@ def tensors_of(function: str) -> dict[str, bool]:
 
 
 def arguments_of(function: str) -> Args:
-    if function == "prepare_weight":  # which is no operator
-        return {"w": torch.ones(128, 128)}
+    if function in OTHERS:
+        return OTHERS[function]
     known = inspect.signature(getattr(dsa_ext, function)).parameters
     return {name: value for name, value in ORDINARY[operator_of(function)]().items() if name in known}
 
@@ -97,7 +105,7 @@ def without_batch(args: Args) -> Args:
 
 def assert_each_is_named(function: str, args: Args) -> None:
     """The function says of each tensor that it is none, in its own words or in those of PyTorch's dispatcher."""
-    op = function if function == "prepare_weight" else operator_of(function)
+    op = function if function in OTHERS else operator_of(function)
     for name, optional in tensors_of(function).items():
         same_shape = numpy.ones(args[name].shape) if name in args else numpy.ones(3)
         for value in ([1.0], 1.0, numpy.ones(3), same_shape, *([] if optional else [None])):

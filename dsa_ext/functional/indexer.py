@@ -4,8 +4,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from dsa_ext.ops._checks import check_are_tensors, describe, fail
+from dsa_ext.ops._checks import check_are_tensors, check_is_tensor, describe, fail
 
 
 def indexer_logits(
@@ -153,6 +154,67 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Te
     """
     result: Tensor = torch.ops.dsa.indexer_scores.default(q, k, weights, indices)
     return result
+
+
+def quantize_indexer(
+    q: Tensor, k: Tensor, recipe: Literal["ue8m0", "ue8m0_hadamard", "fp32"] = "ue8m0"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantizes the indexer's q and k to fp8 with one scale per row, as serving engines do, for the same selection in
+    training and in serving::
+
+        q8, q_scale, k8, k_scale = quantize_indexer(q, k)
+        ids, _ = indexer_topk(q8, k8, weights * q_scale, starts, ends, topk, k_scale=k_scale)
+
+    The formula is that of :func:`act_quant`, whose results for a row do not depend on other rows: equal rows are
+    quantized to equal bits in any batch, chunk or packing, on the CPU and on a GPU.
+
+    Args:
+        q: [..., Hi, Di], bf16 or fp32 (float64, which is rounded to fp32 first); Di is 64 or 128.
+        k: [..., Di], like q.
+        recipe: "ue8m0": scales are powers of two, as in DeepSeek-V3.2, vLLM and SGLang. "ue8m0_hadamard": the same
+            after :func:`hadamard_transform` of q and k, which leaves q.k unchanged and spreads outliers. "fp32": scales are not rounded.
+
+    Returns:
+        q and k, float8_e4m3fn, and their scales [..., Hi] and [...], fp32. None is differentiable.
+
+    Raises:
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when there is no kernel for the GPU.
+
+    Source: the inference code of DeepSeek-V3.2 (arXiv 2512.02556).
+    """
+    if recipe not in ("ue8m0", "ue8m0_hadamard", "fp32"):
+        fail("quantize_indexer", f"recipe must be 'ue8m0', 'ue8m0_hadamard' or 'fp32', got {recipe!r}")
+    results = []
+    for name, x in (("q", q), ("k", k)):
+        check_is_tensor("quantize_indexer", name, x)
+        if x.dim() == 0 or x.shape[-1] not in (64, 128):
+            fail("quantize_indexer", f"{name} must have 64 or 128 columns, got {describe(x)}")
+        columns = x.shape[-1]
+        if recipe == "ue8m0_hadamard":
+            x = hadamard_transform(x)
+        x = x.detach().float() if x.dtype == torch.float64 else x.detach()
+        y, scale = torch.ops.dsa.act_quant.default(pad(x, (0, 128 - columns)), 128, recipe != "fp32")
+        results += [y[..., :columns], scale.squeeze(-1)]
+    return results[0], results[1], results[2], results[3]
+
+
+def hadamard_transform(x: Tensor) -> Tensor:
+    """x times the orthogonal Hadamard matrix, over the last dimension, whose size must be a power of 2.
+
+    Sums and differences in fp32 (float64 for float64), rounded once: no row depends on another, not even in its last
+    bit, as it would in a matrix product. Differentiable.
+    """
+    size = x.shape[-1]
+    if size & (size - 1) or size == 0:
+        raise RuntimeError(f"hadamard_transform: x's last dimension must be a power of 2, got {describe(x)}")
+    y = x if x.dtype == torch.float64 else x.float()
+    step = 1
+    while step < size:
+        first, second = y.unflatten(-1, (-1, 2, step)).unbind(-2)
+        y = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+        step *= 2
+    return (y * size**-0.5).to(x.dtype)
 
 
 def indexer_loss(

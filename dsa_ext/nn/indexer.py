@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from dsa_ext import functional
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout
 
-_FP8 = torch.float8_e4m3fn
-
 
 class IndexerTensors(NamedTuple):
     """The indexer's queries, keys and head weights for B sequences of S tokens."""
@@ -40,8 +38,8 @@ class LightningIndexer(nn.Module):
         yarn: slows RoPE's frequencies for longer sequences.
         hadamard: multiply q and k by the orthogonal Hadamard matrix, which leaves q.k unchanged and spreads outliers
             before quantization to fp8.
-        precision: precision of the scores that select keys: "fp8" quantizes q and k to float8_e4m3fn, with one scale
-            per row. Scores for training are never quantized.
+        precision: precision of the scores that select keys: "fp8" quantizes q and k with quantize_indexer. Scores for
+            training are never quantized.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class LightningIndexer(nn.Module):
     def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
         options: Any = {"columns": self.rope_dim, "layout": self.rope, "yarn": self.yarn}
         x = apply_rope(x, positions, self.rope_theta, **options)
-        return x @ _hadamard_matrix(self.head_dim, x) if self.hadamard else x
+        return functional.hadamard_transform(x) if self.hadamard else x
 
     def select(self, tensors: IndexerTensors, topk: int, bounds: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Ids of the `topk` keys with the highest scores [B, S, topk], int32: ascending, then -1. `bounds` are the
@@ -133,8 +131,7 @@ def select_keys(
     q, k, weights = (t.flatten(0, 1) for t in tensors)
     k_scale = None
     if precision == "fp8":
-        q, q_scale = _quantize(q)
-        k, k_scale = _quantize(k)
+        q, q_scale, k, k_scale = functional.quantize_indexer(q, k)
         weights = weights.float() * q_scale
     if batch > 1:
         first = _first_keys(tensors)
@@ -164,21 +161,3 @@ def causal_bounds(k: Tensor) -> tuple[Tensor, Tensor]:
     """starts and ends, int32 [B, S], with which a query sees the keys up to its own position."""
     ends = torch.arange(1, k.shape[1] + 1, device=k.device, dtype=torch.int32).expand(k.shape[:2])
     return torch.zeros_like(ends), ends
-
-
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows quantized to float8_e4m3fn, and the scale of each row, fp32."""
-    # dim=-1 is an error for an empty meta tensor.
-    scale = torch.linalg.vector_norm(x, torch.inf, dim=x.dim() - 1).float().clamp(min=1e-4) / torch.finfo(_FP8).max
-    return (x / scale[..., None]).to(_FP8), scale
-
-
-def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
-    """The orthogonal Hadamard matrix, whose size is a power of 2. Computed where it is used: a non-persistent buffer
-    would be lost when the module is materialized from a meta device."""
-    base = like.new_ones(2, 2)
-    base[1, 1].neg_()  # assigning a number would copy it from the host, which a CUDA graph cannot capture
-    matrix: Tensor = like.new_ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.kron(base, matrix)
-    return matrix.mul(size**-0.5)

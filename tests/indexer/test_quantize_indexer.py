@@ -1,0 +1,85 @@
+"""quantize_indexer: its formula, and selections that are bitwise equal in training and in serving."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsa_ext
+
+HEADS, TOPK = 8, 6
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def make(tokens: int, dim: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and weights of so many tokens, with outliers."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    q, k = normal(tokens, HEADS, dim), normal(tokens, dim)
+    q[..., 3] *= 50
+    k[:, 3] *= 50
+    return q.bfloat16(), k.bfloat16(), normal(tokens, HEADS)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("recipe", ["ue8m0", "ue8m0_hadamard", "fp32"])
+def test_formula(recipe: str, dim: int, device: str) -> None:
+    q, k, _ = make(20, dim, device)
+    results = dsa_ext.quantize_indexer(q, k, recipe)  # type: ignore[arg-type]
+    for x, y, scale in ((q, *results[:2]), (k, *results[2:])):
+        assert (y.dtype, y.shape) == (torch.float8_e4m3fn, x.shape)
+        assert (scale.dtype, scale.shape) == (torch.float32, x.shape[:-1])
+        if recipe == "ue8m0_hadamard":
+            continue
+        expected = x.float().abs().amax(-1).clamp(min=1e-4) / torch.full_like(scale, 448.0)
+        if recipe == "ue8m0":
+            expected = torch.exp2(expected.log2().ceil())
+        assert torch.equal(scale, expected)
+        assert torch.equal(y.float(), (x.float() / scale[..., None]).to(torch.float8_e4m3fn).float())
+    products = torch.einsum("shd,td->sht", results[0].float() * results[1][..., None], results[2].float())
+    error = products * results[3] - torch.einsum("shd,td->sht", q.float(), k.float())
+    assert error.norm() < 0.05 * torch.einsum("shd,td->sht", q.float(), k.float()).norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("recipe", ["ue8m0", "ue8m0_hadamard"])
+def test_the_same_selection_in_training_and_in_serving(recipe: str, dim: int, device: str) -> None:
+    """Two sequences in one packed call, alone, in chunks, and token by token: the same bits."""
+    lengths, total = (23, 40), 63
+    q, k, weights = make(total, dim, device)
+    first = torch.tensor([0] * lengths[0] + [lengths[0]] * lengths[1], device=device, dtype=torch.int32)
+    ends = torch.arange(1, total + 1, device=device, dtype=torch.int32)
+
+    def select(rows: slice, keys: slice) -> Tensor:
+        """Ids in the packed buffer that the queries `rows` select among `keys`, quantized in this call alone."""
+        q8, q_scale, k8, k_scale = dsa_ext.quantize_indexer(q[rows], k[keys], recipe)  # type: ignore[arg-type]
+        bounds = ((t[rows] - keys.start).clamp(max=keys.stop - keys.start) for t in (first, ends))
+        ids, _ = dsa_ext.indexer_topk(q8, k8, weights[rows] * q_scale, *bounds, TOPK, k_scale=k_scale)
+        return torch.where(ids >= 0, ids + keys.start, -1)
+
+    packed = select(slice(0, total), slice(0, total))
+    begin = 0
+    for length in lengths:
+        end = begin + length
+        assert torch.equal(select(slice(begin, end), slice(begin, end)), packed[begin:end])
+        for step in (1, 7):
+            for at in range(begin, end, step):
+                rows = slice(at, min(at + step, end))
+                assert torch.equal(select(rows, slice(begin, rows.stop)), packed[rows])
+        begin = end
+
+
+def test_errors() -> None:
+    q, k, _ = make(4, 64, "cpu")
+    message = "dsa::quantize_indexer: recipe must be 'ue8m0', 'ue8m0_hadamard' or 'fp32', got 'int8'"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        dsa_ext.quantize_indexer(q, k, "int8")  # type: ignore[arg-type]
+    message = "dsa::quantize_indexer: k must have 64 or 128 columns, got bfloat16 [4, 63]"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        dsa_ext.quantize_indexer(q, k[:, 1:])
