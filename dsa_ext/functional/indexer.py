@@ -172,7 +172,8 @@ def quantize_indexer(
         q: [..., Hi, Di], bf16 or fp32 (float64, which is rounded to fp32 first); Di is 64 or 128.
         k: [..., Di], like q.
         recipe: "ue8m0": scales are powers of two, as in DeepSeek-V3.2, vLLM and SGLang. "ue8m0_hadamard": the same
-            after :func:`hadamard_transform` of q and k, which leaves q.k unchanged and spreads outliers. "fp32": scales are not rounded.
+            after :func:`hadamard_transform` of q and k, which leaves q.k unchanged and spreads outliers. "fp32": scales
+            are not rounded.
 
     Returns:
         q and k, float8_e4m3fn, and their scales [..., Hi] and [...], fp32. None is differentiable.
@@ -200,21 +201,29 @@ def quantize_indexer(
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """x times the orthogonal Hadamard matrix, over the last dimension, whose size must be a power of 2.
+    """x [..., D] times the orthogonal Hadamard matrix [D, D].
 
     Sums and differences in fp32 (float64 for float64), rounded once: no row depends on another, not even in its last
     bit, as it would in a matrix product. Differentiable.
+
+    Args:
+        x: [..., D], floating-point; D is a power of 2.
+
+    Raises:
+        RuntimeError: x violates one of these requirements.
     """
-    size = x.shape[-1]
-    if size & (size - 1) or size == 0:
-        raise RuntimeError(f"hadamard_transform: x's last dimension must be a power of 2, got {describe(x)}")
+    check_is_tensor("hadamard_transform", "x", x)
+    size = x.shape[-1] if x.dim() else 0
+    if size == 0 or size & (size - 1) or not x.is_floating_point():
+        fail("hadamard_transform", f"x must be floating-point [..., a power of 2], got {describe(x)}")
     y = x if x.dtype == torch.float64 else x.float()
     step = 1
     while step < size:
         first, second = y.unflatten(-1, (-1, 2, step)).unbind(-2)
         y = torch.stack([first + second, first - second], dim=-2).flatten(-3)
         step *= 2
-    return (y * size**-0.5).to(x.dtype)
+    result: Tensor = (y * size**-0.5).to(x.dtype)
+    return result
 
 
 def indexer_loss(
