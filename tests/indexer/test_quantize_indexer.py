@@ -75,7 +75,23 @@ def test_the_same_selection_in_training_and_in_serving(recipe: str, dim: int, de
         begin = end
 
 
+@pytest.mark.parametrize("size", [1, 2, 64, 128])
+def test_hadamard_transform(size: int) -> None:
+    """It is symmetric and orthogonal, its numbers are equal in magnitude, and its first row is constant."""
+    matrix = dsa_ext.hadamard_transform(torch.eye(size, dtype=torch.float64))
+    torch.testing.assert_close(matrix @ matrix, torch.eye(size, dtype=torch.float64))
+    assert torch.equal(matrix, matrix.T)
+    assert torch.equal(matrix.abs(), torch.full_like(matrix, size**-0.5))
+    assert (matrix[0] > 0).all()
+    x = torch.randn(3, 5, size, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(dsa_ext.hadamard_transform(x), x @ matrix)
+    assert torch.autograd.gradcheck(dsa_ext.hadamard_transform, x)
+
+
 def test_errors() -> None:
+    message = "dsa::hadamard_transform: x must be floating-point [..., a power of 2], got float32 [2, 12]"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        dsa_ext.hadamard_transform(torch.ones(2, 12))
     q, k, _ = make(4, 64, "cpu")
     message = "dsa::quantize_indexer: recipe must be 'ue8m0', 'ue8m0_hadamard' or 'fp32', got 'int8'"
     with pytest.raises(RuntimeError, match=re.escape(message)):
