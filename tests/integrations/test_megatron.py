@@ -1,0 +1,161 @@
+"""The hooks of Megatron-core: their contract, without Megatron, against formulas in plain PyTorch."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsa_ext.integrations import megatron
+
+SEQ, KEYS, HEADS, HI, DI, TOPK = 9, 12, 5, 8, 64, 4
+SCALE = 0.05
+
+
+def make(batch: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(batch)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return {
+        "q": normal(SEQ, batch, HI, DI),
+        "k": normal(KEYS, batch, DI),
+        "weights": normal(SEQ, batch, HI) * 0.1,
+        "query": normal(SEQ, batch, HEADS, 576),
+        "key": normal(KEYS, batch, 1, 576),
+        "starts": torch.tensor([0, 0, 0, 0, 4, 4, 4, 4, 7], dtype=torch.int32),
+        "ends": torch.tensor([1, 2, 3, 4, 5, 6, 10, 4, 12], dtype=torch.int32),
+    }
+
+
+def indexer_of(a: dict[str, Tensor]) -> dict[str, Any]:
+    names = ("q", "k", "weights", "starts", "ends")
+    return {**{name: a[name] for name in names}, "index_topk": TOPK, "block_size": 8192}
+
+
+def scores_of(a: dict[str, Tensor]) -> Tensor:
+    """The indexer's scores [B, S, T], -inf outside of the bounds."""
+    scores = torch.einsum("sbhd,tbd->bsht", a["q"], a["k"]).relu()
+    scores = (scores * a["weights"].transpose(0, 1)[..., None]).sum(2)
+    position = torch.arange(KEYS)
+    visible = (position >= a["starts"][:, None]) & (position < a["ends"][:, None])
+    return scores.masked_fill(~visible, -torch.inf)
+
+
+def listed_mask(ids: Tensor) -> Tensor:
+    """[B, S, T]: whether a key is selected."""
+    mask = torch.zeros(*ids.shape[:2], KEYS + 1, dtype=torch.bool)
+    return mask.scatter_(2, torch.where(ids >= 0, ids, KEYS).long(), True)[..., :KEYS]
+
+
+def attention_of(a: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """Probabilities [B, H, S, T]."""
+    scores = torch.einsum("sbhd,tbd->bhst", a["query"], a["key"][:, :, 0]) * SCALE
+    return scores.masked_fill(~listed_mask(ids)[:, None], -torch.inf).softmax(-1).nan_to_num(0)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_selection(batch: int) -> None:
+    a = make(batch)
+    result = megatron.run_fused_qk_topk(**indexer_of(a))
+    assert result is not None
+    ids, length = result
+    assert length is None
+    assert (ids.dtype, ids.shape) == (torch.int32, (batch, SEQ, TOPK))
+    scores = scores_of(a)
+    for b in range(batch):
+        for s in range(SEQ):
+            order = sorted(range(KEYS), key=lambda t, row=scores[b, s]: (-row[t], t))
+            best = sorted(t for t in order[:TOPK] if scores[b, s, t] > -torch.inf)
+            assert ids[b, s].tolist() == best + [-1] * (TOPK - len(best))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_loss(batch: int, per_token: bool, masked: bool) -> None:
+    a = make(batch)
+    valid = torch.arange(batch * SEQ).view(batch, SEQ) % 3 != 1 if masked else None
+    leaves = [a[name].requires_grad_() for name in ("q", "k", "weights")]
+    result = megatron.run_fused_qk_topk_with_loss(
+        **indexer_of(a),
+        query=a["query"],
+        key=a["key"],
+        softmax_scale=SCALE,
+        loss_coeff=0.3,
+        pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
+        query_valid_rows=valid,
+        calculate_per_token_loss=per_token,
+        config=None,
+    )
+    assert result is not None
+    ids, length, loss = result
+    assert length is None
+    target = attention_of(a, ids).sum(1)
+    target = target / target.sum(-1, keepdim=True).clamp(min=1e-10)
+    log_p = scores_of(a).masked_fill(~listed_mask(ids), -torch.inf).log_softmax(-1)
+    rows = (torch.xlogy(target, target) - target * log_p.masked_fill(target == 0, 0)).sum(-1)
+    counts = torch.ones(batch, SEQ, dtype=torch.bool) if valid is None else valid
+    expected = 0.3 * (rows * counts).sum() / (1 if per_token else counts.sum())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("with_length", [False, True])
+def test_attention(batch: int, with_length: bool) -> None:
+    a = make(batch)
+    result = megatron.run_fused_qk_topk(**indexer_of(a))
+    assert result is not None
+    ids = result[0]
+    length = torch.arange(batch * SEQ).view(batch, SEQ) % 4 + 1 if with_length else None
+    leaves = a["query"].requires_grad_(), a["key"].requires_grad_()
+    out = megatron.run_fused_absorbed_sparse_attention(*leaves, ids, SCALE, 512, length)
+    assert out is not None
+    used = ids if length is None else torch.where(torch.arange(TOPK) < length[..., None], ids, -1)
+    expected = torch.einsum("bhst,tbd->sbhd", attention_of(a, used), a["key"][:, :, 0, :512])
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn(out.shape, dtype=torch.float64)
+    got = torch.autograd.grad(out, leaves, upstream)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, leaves, upstream))
+
+
+def test_calls_that_are_declined() -> None:
+    a = make(1)
+    indexer = indexer_of(a)
+    packed = {"cp_size": 2, "single_packed_thd_sequence": True, "local_packed_cp_query_len": KEYS}
+    for changes in ({"use_relu": False}, {"q": a["q"][:, :, :4]}, {"index_topk": 5000}, {"k": a["k"].half()}, packed):
+        assert megatron.run_fused_qk_topk(**indexer | changes) is None
+    assert megatron.run_fused_qk_topk(**indexer | packed | {"local_packed_cp_query_len": SEQ}) is not None
+    ids = torch.zeros(1, SEQ, TOPK, dtype=torch.int32)
+    run = megatron.run_fused_absorbed_sparse_attention
+    assert run(a["query"], a["key"].expand(-1, -1, HEADS, -1), ids, SCALE, 512) is None
+    assert run(a["query"][..., :192], a["key"][..., :192], ids, SCALE, 512) is None
+    assert run(a["query"], a["key"], ids, SCALE, 128) is None
+
+
+def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils: Any = ModuleType("megatron.core.utils")
+    utils._VALID_DSA_KERNEL_BACKENDS = ("none", "tilelang")
+    kernels: Any = ModuleType("dsa_kernels")
+    kernels._BACKEND_MODULE_NAME_BY_BACKEND = {}
+    variant: Any = ModuleType("variant")
+    variant.dsa_kernels = kernels
+    core: Any = ModuleType("megatron.core")
+    core.utils = utils
+    names = {
+        "megatron": ModuleType("megatron"),
+        "megatron.core": core,
+        "megatron.core.utils": utils,
+        "megatron.core.transformer": ModuleType("megatron.core.transformer"),
+        "megatron.core.transformer.experimental_attention_variant": variant,
+    }
+    for name, module in names.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for _ in range(2):
+        megatron.register()
+    assert utils._VALID_DSA_KERNEL_BACKENDS == ("none", "tilelang", "dsa_ext")
+    assert kernels._BACKEND_MODULE_NAME_BY_BACKEND == {"dsa_ext": "dsa_ext.integrations.megatron"}
