@@ -1,6 +1,6 @@
 """A backend of Megatron-core's DeepSeek Sparse Attention on the operators of this package.
 
-Call :func:`register` before arguments are parsed and set `dsa_kernel_backend` to "dsa_ext". The other functions are the
+Call `register` before arguments are parsed and set `dsa_kernel_backend` to "dsa_ext". The other functions are the
 hooks that Megatron calls. They take any number of heads and any top-k, neither of which is padded; ids ascend, and ties
 go to the lower id on every rank. A hook that returns None declines the call, and Megatron runs its own code.
 

@@ -1,6 +1,6 @@
 """DeepSeek Sparse Attention of Hugging Face transformers, computed by the operators of this package.
 
-:func:`enable` replaces the attention layers of a model, :func:`register` those of models that are made later. No mask
+`enable` replaces the attention layers of a model, `register` those of models that are made later. No mask
 of queries times keys is made: the model hands each layer the first and the last key that a query may see.
 """
 
@@ -44,7 +44,7 @@ class _Options:
 
 
 class Handle:
-    """Undoes :func:`enable`, by `disable()` or at the end of a `with` block."""
+    """Undoes `enable`, by `disable()` or at the end of a `with` block."""
 
     def __init__(self, options: _Options, undo: list[Callable[[], None]]) -> None:
         self._options, self._undo = options, undo
@@ -88,7 +88,7 @@ def enable(
         train_indexer: the indexers get gradients of their loss, from the selected keys (arXiv 2512.02556, section
             2.1). Otherwise they get none, as in transformers.
         loss_coeff: with train_indexer, `loss_coeff` times the mean of the layers' losses is added to the loss that the
-            model computes from labels. 0 if you add :meth:`Handle.indexer_loss` yourself.
+            model computes from labels. 0 if you add `Handle.indexer_loss` yourself.
         strict: raise an error if a layer does not fit the operators. Otherwise such layers stay as they are.
 
     Returns:
