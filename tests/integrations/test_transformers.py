@@ -164,13 +164,13 @@ def test_generation_with_all_keys(name: str, cache: str, seed: int) -> None:
 def test_generation_with_the_same_selection(name: str, cache: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores that are exactly 0 tie, and torch.topk selects any of them: transformers gets the ids of ours."""
     model, recorded = make_model(name, seed), list[Tensor]()
-    select = integration.select_keys
+    select = integration.layers.select_keys
 
     def select_and_record(*args: Any) -> Tensor:
         recorded.append(select(*args))
         return recorded[-1]
 
-    monkeypatch.setattr(integration, "select_keys", select_and_record)
+    monkeypatch.setattr(integration.layers, "select_keys", select_and_record)
     with integration.enable(model):
         ours = model.generate(**generation(cache, seed))
     replay = iter(recorded)
@@ -224,6 +224,28 @@ def test_training_the_indexer(name: str, checkpointing: bool) -> None:
     with pytest.raises(RuntimeError, match="there is no indexer loss"):
         handle.indexer_loss()
     handle.disable()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replay_of_selections(name: str) -> None:
+    model, ids = make_model(name), tokens()
+    handle = integration.enable(model, train_indexer=True)
+    with handle.record() as recorded:
+        expected = model(ids, use_cache=False).logits
+    selecting = [i for i, layer in enumerate(model.model.layers) if layer.self_attn.indexer is not None]
+    assert list(recorded) == selecting
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if layer.self_attn.indexer is not None:
+                layer.self_attn.indexer.wq_b.weight.neg_()
+    assert not torch.equal(model(ids, use_cache=False).logits, expected)
+    with handle.replay(recorded):
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+        handle.indexer_loss().backward()
+    assert model.model.layers[0].self_attn.indexer.wq_b.weight.grad.abs().sum() > 0
+    with handle.record() as again:
+        model(ids, use_cache=False)
+    assert not torch.equal(again[selecting[0]], recorded[selecting[0]])
 
 
 def test_fp8_indexer_selects_similar_keys() -> None:

@@ -1,0 +1,145 @@
+"""DeepSeek Sparse Attention of Hugging Face transformers, computed by the operators of this package.
+
+`enable` replaces the attention layers of a model, `register` those of models that are made later. No mask
+of queries times keys is made: the model hands each layer the first and the last key that a query may see.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.monkey_patching import register_patch_mapping
+
+from dsa_ext.integrations.transformers.layers import REPLACEMENTS, Options, Precision, misfit
+from dsa_ext.integrations.transformers.masks import NAME
+
+__all__ = ["Handle", "enable", "register"]
+
+
+class Handle:
+    """Undoes `enable`, by `disable()` or at the end of a `with` block."""
+
+    def __init__(self, options: Options, undo: list[Callable[[], None]]) -> None:
+        self._options, self._undo = options, undo
+
+    def indexer_loss(self) -> Tensor:
+        """The loss of the indexers in the last forward pass, the mean over layers."""
+        if not self._options.losses:
+            raise RuntimeError("there is no indexer loss: pass train_indexer=True and run a forward with gradients")
+        return torch.stack(list(self._options.losses.values())).mean()
+
+    @contextmanager
+    def record(self) -> Iterator[dict[int, Tensor]]:
+        """In the block, the selections of the last forward pass: ids [B, S, K] by the layer's index, int32, ascending,
+        then -1."""
+        before, self._options.recorded = self._options.recorded, {}
+        try:
+            yield self._options.recorded
+        finally:
+            self._options.recorded = before
+
+    @contextmanager
+    def replay(self, ids: Mapping[int, Tensor]) -> Iterator[None]:
+        """In the block, layers use these selections, like those of `record`, instead of their indexers': in
+        reinforcement learning, those with which tokens were generated. The indexers still learn, on these keys."""
+        before, self._options.replayed = self._options.replayed, ids
+        try:
+            yield
+        finally:
+            self._options.replayed = before
+
+    def disable(self) -> None:
+        """Restores the model. Further calls do nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.disable()
+
+
+def enable(
+    model: PreTrainedModel,
+    *,
+    indexer: Precision = "bf16",
+    train_indexer: bool = False,
+    loss_coeff: float = 1.0,
+    strict: bool = True,
+) -> Handle:
+    """Makes the attention layers of a DeepSeek-V3.2 or GLM-MoE-DSA model run on the operators of this package.
+
+    Parameters, caches and outputs are those of the model: checkpoints, generation, gradient checkpointing, autocast and
+    adapters work as before.
+
+    Args:
+        model: a model of transformers, or one that contains such layers.
+        indexer: precision of the scores that select keys, "bf16" or "fp8".
+        train_indexer: the indexers get gradients of their loss, from the selected keys (arXiv 2512.02556, section
+            2.1). Otherwise they get none, as in transformers.
+        loss_coeff: with train_indexer, `loss_coeff` times the mean of the layers' losses is added to the loss that the
+            model computes from labels. 0 if you add `Handle.indexer_loss` yourself.
+        strict: raise an error if a layer does not fit the operators. Otherwise such layers stay as they are.
+
+    Returns:
+        a handle that restores the model. In a `with` statement it does so at the end of the block.
+
+    Raises:
+        ValueError: there is no such layer, or `strict` and one of them does not fit; the message says why.
+    """
+    if indexer not in ("bf16", "fp8"):
+        raise ValueError(f"enable: indexer must be 'bf16' or 'fp8', got {indexer!r}")
+    layers = {name: layer for name, layer in model.named_modules() if type(layer) in REPLACEMENTS}
+    if not layers:
+        raise ValueError(f"enable: {type(model).__name__} has no layer of DeepseekV32 or GlmMoeDsa")
+    reasons = {name: reason for name, layer in layers.items() if (reason := misfit(layer)) is not None}
+    if reasons and strict:
+        raise ValueError("enable: these layers do not fit:\n" + "\n".join(f"{n}: {r}" for n, r in reasons.items()))
+
+    options, undo = Options(indexer, train_indexer), list[Callable[[], None]]()
+    for name, layer in layers.items():
+        if name not in reasons:
+            _replace(layer, options, undo)
+    if not reasons:
+        for config in {id(layer.config): layer.config for layer in layers.values()}.values():
+            _set(config, "_attn_implementation", NAME, undo)
+    handle = Handle(options, undo)
+    if train_indexer and loss_coeff != 0 and hasattr(model, "loss_function"):
+        plain = model.loss_function
+
+        def with_indexer_loss(*args: Any, **kwargs: Any) -> Tensor:
+            loss: Tensor = plain(*args, **kwargs)
+            return loss + loss_coeff * handle.indexer_loss().to(loss) if options.losses else loss
+
+        _set(model, "loss_function", with_indexer_loss, undo)
+    return handle
+
+
+def register() -> None:
+    """Makes models that are created from now on run on the operators, as far as their layers fit."""
+    register_patch_mapping({kind.__name__: replacement for kind, replacement in REPLACEMENTS.items()}, overwrite=True)
+
+
+def _set(target: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
+    before = getattr(target, name)
+    setattr(target, name, value)
+    undo.append(lambda: setattr(target, name, before))
+
+
+def _replace(layer: nn.Module, options: Options, undo: list[Callable[[], None]]) -> None:
+    kind = type(layer)
+    layer.__class__ = REPLACEMENTS[kind]
+    layer._dsa_options = options  # type: ignore[assignment]
+
+    def restore() -> None:
+        layer.__class__ = kind
+        del layer._dsa_options
+
+    undo.append(restore)

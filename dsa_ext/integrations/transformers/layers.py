@@ -1,0 +1,211 @@
+"""The attention layers of transformers' models on the operators."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from transformers.cache_utils import Cache
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
+
+from dsa_ext import functional
+from dsa_ext.integrations.transformers.masks import NAME, bounds_of
+from dsa_ext.nn.heads import absorbed_queries, multiply_heads
+from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
+from dsa_ext.nn.rotary import rotated
+
+_LATENT, _ROPE = 512, 64
+_INDEXER_HEADS, _INDEXER_COLUMNS, _MAX_TOPK, _MAX_HEADS = (8, 16, 32, 64), (64, 128), 4096, 128
+Precision = Literal["bf16", "fp8"]
+
+
+@dataclass
+class Options:
+    """What the layers of a model share."""
+
+    indexer: Precision = "bf16"
+    train_indexer: bool = False
+    #: The indexer's loss in the last forward, by layer.
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    #: Where selections are recorded, and which are used instead of the indexer's, by layer.
+    recorded: dict[int, Tensor] | None = None
+    replayed: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+def misfit(layer: Any) -> str | None:
+    """Why a layer cannot run on the operators; None if it can."""
+    c = layer.config
+    conditions = {
+        f"kv_lora_rank must be {_LATENT}, got {c.kv_lora_rank}": c.kv_lora_rank == _LATENT,
+        f"qk_rope_head_dim must be {_ROPE}, got {c.qk_rope_head_dim}": c.qk_rope_head_dim == _ROPE,
+        f"num_attention_heads must be at most {_MAX_HEADS}, got {layer.num_heads}": layer.num_heads <= _MAX_HEADS,
+        f"attention_dropout must be 0, got {c.attention_dropout}": c.attention_dropout == 0,
+        f"index_n_heads must be one of {_INDEXER_HEADS}, got {c.index_n_heads}": c.index_n_heads in _INDEXER_HEADS,
+        f"index_head_dim must be one of {_INDEXER_COLUMNS}, got {c.index_head_dim}": c.index_head_dim
+        in _INDEXER_COLUMNS,
+        f"index_topk must be at most {_MAX_TOPK}, got {c.index_topk}": c.index_topk <= _MAX_TOPK,
+    }
+    return next((reason for reason, holds in conditions.items() if not holds), None)
+
+
+def _latent_weights(layer: Any) -> list[Tensor]:
+    """The weights of kv_b_proj for keys and for values, per head: [H, columns, 512]."""
+    projection = layer.kv_b_proj
+    if type(projection) is nn.Linear:
+        weight = projection.weight
+    else:  # wrapped, by an adapter or a quantizer: its product with the unit matrix
+        like = layer.kv_a_proj_with_mqa.weight
+        weight = projection(torch.eye(_LATENT, device=like.device, dtype=like.dtype)).T
+    heads = weight.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
+    return list(heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1))
+
+
+def _indexer_tensors(
+    indexer: Any, x: Tensor, q_resid: Tensor, tables: tuple[Tensor, Tensor], interleaved: bool, cache: Cache | None
+) -> IndexerTensors:
+    cos, sin = tables
+    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    q = rotated(q, cos[:, :, None].to(q.dtype), sin[:, :, None].to(q.dtype), interleaved)
+    k = indexer.k_norm(indexer.wk(x)).to(q.dtype)
+    k = rotated(k, cos.to(k.dtype), sin.to(k.dtype), interleaved)
+    if cache is not None:
+        k = cache.update_indexer(k, indexer.layer_idx)
+    weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype)).float()
+    return IndexerTensors(q, k, weights * (indexer.n_heads**-0.5 * indexer.softmax_scale))
+
+
+def _attend(
+    layer: Any,
+    x: Tensor,
+    tables: tuple[Tensor, Tensor],
+    mask: Tensor,
+    cache: Cache | None,
+    ids: Tensor | None,
+    interleaved_indexer: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Output [B, S, hidden_size] and the ids of the selected keys [B, S, K], which are selected if `ids` is None. None
+    if the mask has no bounds; then nothing has changed."""
+    bounds = bounds_of(mask, *x.shape[:2])
+    if bounds is None:
+        return None
+    options: Options = getattr(layer, "_dsa_options", _DEFAULT)
+    cos, sin = (table[..., : _ROPE // 2] for table in tables)
+
+    q_resid = layer.q_a_layernorm(layer.q_a_proj(x))
+    heads = layer.q_b_proj(q_resid).unflatten(-1, (-1, layer.qk_head_dim))
+    cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
+    key_weight, value_weight = _latent_weights(layer)
+    q = absorbed_queries(heads, key_weight, cos[:, :, None], sin[:, :, None], interleaved=True)
+    latent, k_rope = layer.kv_a_proj_with_mqa(x).split([_LATENT, _ROPE], dim=-1)
+    latent = layer.kv_a_layernorm(latent).to(heads.dtype)
+    k_rope = rotated(k_rope, cos, sin, interleaved=True)
+    if cache is not None:
+        cached = cache.update(latent[:, None], k_rope[:, None], layer.layer_idx)
+        latent, k_rope = (t.squeeze(1) for t in cached)
+    kv = torch.cat([latent, k_rope], dim=-1)[:, :, None]
+
+    trains = options.train_indexer and torch.is_grad_enabled() and ids is None
+    tensors = None
+    if ids is None:
+        with torch.set_grad_enabled(trains):
+            tensors = _indexer_tensors(
+                layer.indexer, x.detach(), q_resid.detach(), (cos, sin), interleaved_indexer, cache
+            )
+        ids = options.replayed.get(layer.layer_idx)
+        if ids is None:
+            ids = select_keys(tensors, *bounds, min(layer.indexer.index_topk, kv.shape[1]), options.indexer)
+        if options.recorded is not None:
+            options.recorded[layer.layer_idx] = ids
+    listed = ids[:, :, None]
+    scaling = {"causal": False, "sm_scale": layer.scaling}
+    attended, lse = functional.sparse_mla(q, kv, listed, d_v=_LATENT, return_lse=True, **scaling)
+    out = layer.o_proj(multiply_heads(attended, value_weight.mT).flatten(2))
+    if tensors is not None and trains:
+        p = functional.attn_dist(q.detach(), kv.detach(), listed, lse.detach(), **scaling)[:, :, 0]
+        starts, ends = bounds
+        loss = functional.indexer_loss(scores_of_keys(tensors, ids), p, row_weights=(starts < ends).to(p.dtype))
+        if is_compiling() or torch._C._current_graph_task_id() == -1:  # not when a checkpoint computes it again
+            options.losses[layer.layer_idx] = loss
+    else:
+        options.losses.pop(layer.layer_idx, None)
+    return out, ids
+
+
+_DEFAULT = Options()
+
+
+def _settle(layer: Any) -> None:
+    """Makes a new layer one of transformers again if it does not fit; otherwise its model needs no masks."""
+    if misfit(layer) is None:
+        layer.config._attn_implementation = NAME
+    else:
+        layer.__class__ = next(kind for kind, replacement in REPLACEMENTS.items() if type(layer) is replacement)
+
+
+def _warn_of_mask() -> None:
+    warnings.warn(
+        "dsa_ext: the keys that a query may see are not one interval, so the attention of transformers runs instead",
+        stacklevel=2,
+    )
+
+
+class DsaDeepseekV32Attention(DeepseekV32Attention):
+    """DeepseekV32Attention on the operators of this package."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        _settle(self)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        past_key_values: Cache | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        done = _attend(self, hidden_states, position_embeddings, attention_mask, past_key_values, None, False)
+        if done is not None:
+            return done[0], None
+        _warn_of_mask()
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, **kwargs
+        )
+
+
+class DsaGlmMoeDsaAttention(GlmMoeDsaAttention):
+    """GlmMoeDsaAttention on the operators of this package. Layers that share an indexer pass the ids on."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        _settle(self)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        past_key_values: Cache | None = None,
+        position_ids: Tensor | None = None,
+        prev_topk_indices: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        shared = prev_topk_indices if self.skip_topk else None
+        done = _attend(self, hidden_states, position_embeddings, attention_mask, past_key_values, shared, True)
+        if done is not None:
+            return done[0], None, done[1]
+        _warn_of_mask()
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, shared, **kwargs
+        )
+
+
+REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
+    DeepseekV32Attention: DsaDeepseekV32Attention,
+    GlmMoeDsaAttention: DsaGlmMoeDsaAttention,
+}
