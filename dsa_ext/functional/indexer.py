@@ -189,8 +189,10 @@ def quantize_indexer(
     results = []
     for name, x in (("q", q), ("k", k)):
         check_is_tensor("quantize_indexer", name, x)
-        if x.dim() == 0 or x.shape[-1] not in (64, 128):
-            fail("quantize_indexer", f"{name} must have 64 or 128 columns, got {describe(x)}")
+        dtypes = (torch.bfloat16, torch.float32, torch.float64)
+        if x.dim() == 0 or x.shape[-1] not in (64, 128) or x.dtype not in dtypes:
+            expected = "bfloat16, float32 or float64 [..., 64 or 128]"
+            fail("quantize_indexer", f"{name} must be {expected}, got {describe(x)}")
         columns = x.shape[-1]
         if recipe == "ue8m0_hadamard":
             x = hadamard_transform(x)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout
+from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_yarn
 
 
 class IndexerTensors(NamedTuple):
@@ -66,6 +66,7 @@ class LightningIndexer(nn.Module):
         if rope_dim % 2 != 0 or not 0 <= rope_dim <= head_dim:
             raise ValueError(f"LightningIndexer: rope_dim must be even, from 0 to head_dim={head_dim}, got {rope_dim}")
         check_layout("LightningIndexer", "rope", rope)
+        check_yarn("LightningIndexer", yarn)
         self.heads, self.head_dim, self.rope_dim, self.hadamard = heads, head_dim, rope_dim, hadamard
         self.rope_theta, self.rope, self.yarn, self.precision = rope_theta, rope, yarn, precision
         self.wq_b = nn.Linear(q_lora_rank, heads * head_dim, bias=False, device=device, dtype=dtype)

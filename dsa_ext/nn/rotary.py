@@ -36,6 +36,10 @@ class Yarn:
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not self.factor >= 1:
+            raise ValueError(f"Yarn: factor must be at least 1, got {self.factor}")
+
     @property
     def rotated_scale(self) -> float:
         """Factor on the rotated columns."""
@@ -47,7 +51,7 @@ class Yarn:
         return self._scale(self.mscale_all_dim) ** 2
 
     def _scale(self, weight: float) -> float:
-        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return 0.1 * weight * math.log(self.factor) + 1.0
 
     def slowed(self, frequencies: Tensor, theta: float) -> Tensor:
         pairs = len(frequencies)
@@ -90,6 +94,7 @@ def apply_rope(
     if columns % 2 != 0 or not 0 <= columns <= x.shape[-1]:
         raise ValueError(f"apply_rope: columns must be even, from 0 to D={x.shape[-1]}, got {columns}")
     check_layout("apply_rope", "layout", layout)
+    check_yarn("apply_rope", yarn)
     if not isinstance(positions, Tensor) or positions.shape not in (x.shape[1:2], x.shape[:2]):
         got = describe(positions) if isinstance(positions, Tensor) else type(positions).__name__
         raise ValueError(f"apply_rope: positions must be a tensor [S={x.shape[1]}] or [B={x.shape[0]}, S], got {got}")
@@ -99,6 +104,11 @@ def apply_rope(
 def check_layout(where: str, name: str, layout: str) -> None:
     if layout not in ("half", "interleaved"):
         raise ValueError(f"{where}: {name} must be 'half' or 'interleaved', got {layout!r}")
+
+
+def check_yarn(where: str, yarn: Any) -> None:
+    if yarn is not None and not isinstance(yarn, Yarn):
+        raise TypeError(f"{where}: yarn must be a Yarn or None, got {type(yarn).__name__}")
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dsa_ext import functional
 from dsa_ext.nn.heads import absorbed_queries, multiply_heads
 from dsa_ext.nn.indexer import LightningIndexer, sequences
-from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, rope_tables
+from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_yarn, rope_tables
 from dsa_ext.ops._checks import describe
 
 Phase = Literal["dense", "warmup", "sparse"]
@@ -78,6 +78,7 @@ class SparseMLA(nn.Module):
         super().__init__()
         self.heads, self.nope_dim, self.rope_dim, self.v_dim = heads, nope_dim, rope_dim, v_dim
         check_layout("SparseMLA", "rope", rope)
+        check_yarn("SparseMLA", yarn)
         self.kv_lora_rank, self.topk = kv_lora_rank, topk
         self.rope_theta, self.rope, self.yarn = rope_theta, rope, yarn
         self.sm_scale = (nope_dim + rope_dim) ** -0.5 * (1.0 if yarn is None else yarn.sm_scale)
@@ -125,9 +126,13 @@ class SparseMLA(nn.Module):
             positions: positions for RoPE, [S] or [B, S]; 0 to S - 1 in each sequence by default. What a query sees
                 depends on the order of the rows alone.
             cu_seqlens: for B = 1, the rows at which packed sequences begin, and S: int32 [number of sequences + 1],
-                ascending from 0, on the device of x. Queries see keys of their own sequence only.
-            ids: keys that an earlier layer selected, to share its indexer; only in the phase "sparse". The indexer
-                then does not run, and there is no loss.
+                ascending from 0, on the device of x; a sequence may be empty. Its numbers are not checked, which would
+                wait for the GPU. Queries see keys of their own sequence only.
+            ids: keys that an earlier layer selected [B, S, K], int32, to share its indexer; only in the phase "sparse".
+                Later keys and those of other sequences are ignored. The indexer does not run, and there is no loss.
+
+        Returns:
+            SparseMLAOutput. Its ids are rows of x, also with cu_seqlens.
         """
         rows = self._rows(x, positions, cu_seqlens)
         if ids is not None and self.phase != "sparse":
@@ -173,12 +178,17 @@ class SparseMLA(nn.Module):
     def _rows(self, x: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> "_Rows":
         if x.dim() != 3:
             raise ValueError(f"SparseMLA: x must be [B, S, hidden_size], got {describe(x)}")
+        if positions is not None and positions.shape not in (x.shape[1:2], x.shape[:2]):
+            expected = f"[S={x.shape[1]}] or [B={x.shape[0]}, S]"
+            raise ValueError(f"SparseMLA: positions must be {expected}, got {describe(positions)}")
         row = torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is None:
             return _Rows(row if positions is None else positions, None)
-        if x.shape[0] != 1 or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or len(cu_seqlens) < 2:
+        is_list = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32
+        if not is_list or len(cu_seqlens) < 2 or x.shape[0] != 1:
             expected = "must be int32 [number of sequences + 1] with x [1, S, hidden_size]"
-            raise ValueError(f"SparseMLA: cu_seqlens {expected}, got {describe(cu_seqlens)} with x {describe(x)}")
+            got = describe(cu_seqlens) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise ValueError(f"SparseMLA: cu_seqlens {expected}, got {got} with x {describe(x)}")
         starts = cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True, out_int32=True) - 1]
         bounds = starts[None], (row + 1).int()[None]
         return _Rows(row - starts if positions is None else positions, bounds)

@@ -248,6 +248,47 @@ def test_replay_of_selections(name: str) -> None:
     assert not torch.equal(again[selecting[0]], recorded[selecting[0]])
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_replay_of_generation(name: str) -> None:
+    """What is recorded while tokens are generated, one by one, is what one forward over them needs."""
+    model, prompt = make_model(name), tokens(2, 12)
+    with integration.enable(model) as handle, torch.no_grad():
+        with handle.record() as recorded:
+            text = model.generate(prompt, max_new_tokens=20, do_sample=False)
+        logits = model(text[:, :-1]).logits
+        with handle.replay(recorded):
+            replayed = model(text[:, :-1]).logits
+    assert all(ids.shape == (2, 31, 8) for ids in recorded.values())
+    torch.testing.assert_close(replayed, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_errors_of_replay() -> None:
+    model, ids = make_model("GlmMoeDsa"), tokens()
+    with integration.enable(model) as handle:
+        with (
+            pytest.raises(ValueError, match=r"replay: ids must be of the layers \[0, 2\], got \[0\]"),
+            handle.replay({0: ids}),
+        ):
+            pass
+        wrong = torch.zeros(2, 64, 8, dtype=torch.int32)
+        message = r"replay: ids of layer 0 must be int32 \[2, 40, K\], got int32 \[2, 64, 8\]"
+        with handle.replay({0: wrong, 2: wrong}), pytest.raises(ValueError, match=message):
+            model(ids)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_count_in_the_loss(side: str) -> None:
+    model, ids = make_model(initializer_range=0.3), tokens(1, 40)
+    handle = integration.enable(model, train_indexer=True)
+    model(ids, use_cache=False)
+    expected = handle.indexer_loss()
+    padding, is_token = torch.zeros_like(ids), torch.ones_like(ids)
+    order = [padding, ids] if side == "left" else [ids, padding]
+    mask = [padding, is_token] if side == "left" else [is_token, padding]
+    model(torch.cat(order, 1), attention_mask=torch.cat(mask, 1), use_cache=False)
+    torch.testing.assert_close(handle.indexer_loss(), expected, rtol=1e-3, atol=1e-5)
+
+
 def test_fp8_indexer_selects_similar_keys() -> None:
     model, ids = make_model(), tokens()
     with torch.no_grad():
@@ -341,6 +382,14 @@ def both_but_one(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="enable: indexer must be 'bf16' or 'fp8', got 'int8'"):
         integration.enable(make_model(), indexer="int8")  # type: ignore[arg-type]
+    model = make_model()
+    with integration.enable(model), pytest.raises(ValueError, match="enable: the model is enabled already"):
+        integration.enable(model)
+    with pytest.raises(ValueError, match=r"weights must not be torch\.float16; bfloat16 runs on a GPU"):
+        integration.enable(make_model().half())
+    both = "kv_lora_rank must be 512, got 256; index_n_heads must be one of"
+    with pytest.raises(ValueError, match=both):
+        integration.enable(make_model(kv_lora_rank=256, index_n_heads=4))
     with pytest.raises(ValueError, match="enable: Linear has no layer of DeepseekV32 or GlmMoeDsa"):
         integration.enable(nn.Linear(2, 2))  # type: ignore[arg-type]
 

@@ -118,6 +118,15 @@ def test_errors() -> None:
         layer(x, cu_seqlens=torch.tensor([0, 9], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"cu_seqlens must be int32 .* got int64 \[2\]"):
         layer(x[:1], cu_seqlens=torch.tensor([0, 9]))
+    with pytest.raises(ValueError, match=r"cu_seqlens must be int32 .* got list"):
+        layer(x[:1], cu_seqlens=[0, 9])
+    with pytest.raises(ValueError, match=r"positions must be \[S=9\] or \[B=2, S\], got int64 \[8\]"):
+        layer(x, positions=torch.arange(8))
+    for options in ({"yarn": 40.0}, {"indexer": {"yarn": 40.0}}):
+        with pytest.raises(TypeError, match="yarn must be a Yarn or None, got float"):
+            make_layer(**options)
+    with pytest.raises(ValueError, match=r"Yarn: factor must be at least 1, got 0\.5"):
+        Yarn(0.5)
     for options in ({"rope": "pairs"}, {"indexer": {"rope": "pairs"}}):
         with pytest.raises(ValueError, match="rope must be 'half' or 'interleaved', got 'pairs'"):
             make_layer(**options)

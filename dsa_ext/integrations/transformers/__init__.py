@@ -4,7 +4,7 @@
 of queries times keys is made: the model hands each layer the first and the last key that a query may see.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -23,19 +23,29 @@ __all__ = ["Handle", "enable", "register"]
 class Handle:
     """Undoes `enable`, by `disable()` or at the end of a `with` block."""
 
-    def __init__(self, options: Options, undo: list[Callable[[], None]]) -> None:
-        self._options, self._undo = options, undo
+    def __init__(self, options: Options, undo: list[Callable[[], None]], selecting: Sequence[int]) -> None:
+        self._options, self._undo, self._selecting = options, undo, sorted(selecting)
 
     def indexer_loss(self) -> Tensor:
-        """The loss of the indexers in the last forward pass, the mean over layers."""
+        """The loss of the indexers in the last forward pass: a scalar in nats, the mean over queries that see a key and
+        over layers that have an indexer.
+
+        Raises:
+            RuntimeError: there is none, since `train_indexer` is False, the last forward ran without gradients, or it
+                ran in transformers because of its mask.
+        """
         if not self._options.losses:
-            raise RuntimeError("there is no indexer loss: pass train_indexer=True and run a forward with gradients")
+            why = "pass train_indexer=True, and run a forward with gradients and a mask of one interval per query"
+            raise RuntimeError(f"there is no indexer loss: {why}")
         return torch.stack(list(self._options.losses.values())).mean()
 
     @contextmanager
     def record(self) -> Iterator[dict[int, Tensor]]:
-        """In the block, the selections of the last forward pass: ids [B, S, K] by the layer's index, int32, ascending,
-        then -1."""
+        """In the block, the selections of the last sequence: ids [B, S, K] by the index of each layer that has an
+        indexer, int32, ascending, then -1. They count positions of the input, padding included.
+
+        Forward passes that continue a cache, as in generation, add their queries; any other begins a new record.
+        """
         before, self._options.recorded = self._options.recorded, {}
         try:
             yield self._options.recorded
@@ -45,7 +55,13 @@ class Handle:
     @contextmanager
     def replay(self, ids: Mapping[int, Tensor]) -> Iterator[None]:
         """In the block, layers use these selections, like those of `record`, instead of their indexers': in
-        reinforcement learning, those with which tokens were generated. The indexers still learn, on these keys."""
+        reinforcement learning, those with which tokens were generated. The indexers still learn, on these keys.
+
+        Raises:
+            ValueError: `ids` are not those of all layers that have an indexer.
+        """
+        if sorted(ids) != self._selecting:
+            raise ValueError(f"replay: ids must be of the layers {self._selecting}, got {sorted(ids)}")
         before, self._options.replayed = self._options.replayed, ids
         try:
             yield
@@ -92,11 +108,14 @@ def enable(
         a handle that restores the model. In a `with` statement it does so at the end of the block.
 
     Raises:
-        ValueError: there is no such layer, or `strict` and one of them does not fit; the message says why.
+        ValueError: there is no such layer, the model is enabled or registered already, or `strict` and a layer does not
+            fit; the message says why.
     """
     if indexer not in ("bf16", "fp8"):
         raise ValueError(f"enable: indexer must be 'bf16' or 'fp8', got {indexer!r}")
     layers = {name: layer for name, layer in model.named_modules() if type(layer) in REPLACEMENTS}
+    if any(type(layer) in REPLACEMENTS.values() for layer in model.modules()):
+        raise ValueError("enable: the model is enabled already; call disable() of its handle first")
     if not layers:
         raise ValueError(f"enable: {type(model).__name__} has no layer of DeepseekV32 or GlmMoeDsa")
     reasons = {name: reason for name, layer in layers.items() if (reason := misfit(layer)) is not None}
@@ -110,7 +129,8 @@ def enable(
     if not reasons:
         for config in {id(layer.config): layer.config for layer in layers.values()}.values():
             _set(config, "_attn_implementation", NAME, undo)
-    handle = Handle(options, undo)
+    selecting = [layer.layer_idx for name, layer in layers.items() if name not in reasons and layer.indexer is not None]
+    handle = Handle(options, undo, selecting)
     if train_indexer and loss_coeff != 0 and hasattr(model, "loss_function"):
         plain = model.loss_function
 
@@ -123,7 +143,9 @@ def enable(
 
 
 def register() -> None:
-    """Makes models that are created from now on run on the operators, as far as their layers fit."""
+    """Makes models that are created from now on by `from_pretrained` or `from_config` run on the operators, as far as
+    their layers fit. Their indexers select in bf16 and do not learn: use `enable` for that, on a model of a class that
+    was not registered."""
     register_patch_mapping({kind.__name__: replacement for kind, replacement in REPLACEMENTS.items()}, overwrite=True)
 
 

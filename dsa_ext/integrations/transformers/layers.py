@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
@@ -17,6 +18,7 @@ from dsa_ext.integrations.transformers.masks import NAME, bounds_of
 from dsa_ext.nn.heads import absorbed_queries, multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 from dsa_ext.nn.rotary import rotated
+from dsa_ext.ops._checks import describe
 
 _LATENT, _ROPE = 512, 64
 _INDEXER_HEADS, _INDEXER_COLUMNS, _MAX_TOPK, _MAX_HEADS = (8, 16, 32, 64), (64, 128), 4096, 128
@@ -38,18 +40,21 @@ class Options:
 
 def misfit(layer: Any) -> str | None:
     """Why a layer cannot run on the operators; None if it can."""
-    c = layer.config
-    conditions = {
+    c, dtype = layer.config, layer.kv_a_proj_with_mqa.weight.dtype
+    requirements = {
         f"kv_lora_rank must be {_LATENT}, got {c.kv_lora_rank}": c.kv_lora_rank == _LATENT,
         f"qk_rope_head_dim must be {_ROPE}, got {c.qk_rope_head_dim}": c.qk_rope_head_dim == _ROPE,
         f"num_attention_heads must be at most {_MAX_HEADS}, got {layer.num_heads}": layer.num_heads <= _MAX_HEADS,
         f"attention_dropout must be 0, got {c.attention_dropout}": c.attention_dropout == 0,
         f"index_n_heads must be one of {_INDEXER_HEADS}, got {c.index_n_heads}": c.index_n_heads in _INDEXER_HEADS,
-        f"index_head_dim must be one of {_INDEXER_COLUMNS}, got {c.index_head_dim}": c.index_head_dim
-        in _INDEXER_COLUMNS,
+        f"index_head_dim must be one of {_INDEXER_COLUMNS}, got {c.index_head_dim}": (
+            c.index_head_dim in _INDEXER_COLUMNS
+        ),
         f"index_topk must be at most {_MAX_TOPK}, got {c.index_topk}": c.index_topk <= _MAX_TOPK,
+        f"weights must not be {dtype}; bfloat16 runs on a GPU": dtype != torch.float16,
     }
-    return next((reason for reason, holds in conditions.items() if not holds), None)
+    reasons = [reason for reason, holds in requirements.items() if not holds]
+    return "; ".join(reasons) or None
 
 
 def _latent_weights(layer: Any) -> list[Tensor]:
@@ -93,6 +98,7 @@ def _attend(
     if bounds is None:
         return None
     options: Options = getattr(layer, "_dsa_options", _DEFAULT)
+    past = 0 if cache is None or options.recorded is None else int(cache.get_seq_length(layer.layer_idx))
     cos, sin = (table[..., : _ROPE // 2] for table in tables)
 
     q_resid = layer.q_a_layernorm(layer.q_a_proj(x))
@@ -118,8 +124,11 @@ def _attend(
         ids = options.replayed.get(layer.layer_idx)
         if ids is None:
             ids = select_keys(tensors, *bounds, min(layer.indexer.index_topk, kv.shape[1]), options.indexer)
+        elif ids.dtype != torch.int32 or ids.shape[:-1] != x.shape[:-1]:
+            expected = f"int32 [{x.shape[0]}, {x.shape[1]}, K]"
+            raise ValueError(f"replay: ids of layer {layer.layer_idx} must be {expected}, got {describe(ids)}")
         if options.recorded is not None:
-            options.recorded[layer.layer_idx] = ids
+            _record(options.recorded, layer.layer_idx, ids, continues=past > 0)
     listed = ids[:, :, None]
     scaling = {"causal": False, "sm_scale": layer.scaling}
     attended, lse = functional.sparse_mla(q, kv, listed, d_v=_LATENT, return_lse=True, **scaling)
@@ -133,6 +142,14 @@ def _attend(
     else:
         options.losses.pop(layer.layer_idx, None)
     return out, ids
+
+
+def _record(recorded: dict[int, Tensor], layer_idx: int, ids: Tensor, continues: bool) -> None:
+    if continues and layer_idx in recorded:
+        slots = max(recorded[layer_idx].shape[-1], ids.shape[-1])
+        parts = (pad(part, (0, slots - part.shape[-1]), value=-1) for part in (recorded[layer_idx], ids))
+        ids = torch.cat(list(parts), dim=1)
+    recorded[layer_idx] = ids
 
 
 _DEFAULT = Options()

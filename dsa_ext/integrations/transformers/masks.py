@@ -47,6 +47,8 @@ def row_bounds(
             assert mask is not None
             return mask
         starts, ends = torch.maximum(starts, first[:, None]), torch.minimum(ends, end[:, None])
+        own = (position - kv_offset).clamp(max=is_token.shape[1] - 1).expand(batch_size, q_length)
+        ends = torch.where(is_token.gather(1, own), ends, 0)  # queries that are padding see nothing
     return torch.stack([starts, ends], dim=-1).int()[:, None]
 
 
