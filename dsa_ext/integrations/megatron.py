@@ -7,7 +7,7 @@ go to the lower id on every rank. A hook that returns None declines the call, an
 Shapes are those of Megatron: S queries and T keys first, then the batch B.
 """
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,10 +25,14 @@ def register() -> None:
     """Adds the backend "dsa_ext" to Megatron."""
     from megatron.core import utils
     from megatron.core.transformer.experimental_attention_variant import dsa_kernels
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     dsa_kernels._BACKEND_MODULE_NAME_BY_BACKEND[NAME] = __name__
     if NAME not in utils._VALID_DSA_KERNEL_BACKENDS:
         utils._VALID_DSA_KERNEL_BACKENDS = (*utils._VALID_DSA_KERNEL_BACKENDS, NAME)
+    choices = TransformerConfig.__dataclass_fields__["dsa_kernel_backend"]  # of the command line
+    if NAME not in get_args(choices.type):
+        choices.type = Literal.__getitem__((*get_args(choices.type), NAME))
 
 
 def run_fused_qk_topk(

@@ -1,8 +1,9 @@
 """The hooks of Megatron-core: their contract, without Megatron, against formulas in plain PyTorch."""
 
 import sys
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -146,7 +147,15 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     variant.dsa_kernels = kernels
     core: Any = ModuleType("megatron.core")
     core.utils = utils
+    config: Any = ModuleType("transformer_config")
+
+    @dataclass
+    class TransformerConfig:
+        dsa_kernel_backend: Literal["none", "tilelang"] = "none"
+
+    config.TransformerConfig = TransformerConfig
     names = {
+        "megatron.core.transformer.transformer_config": config,
         "megatron": ModuleType("megatron"),
         "megatron.core": core,
         "megatron.core.utils": utils,
@@ -158,4 +167,6 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         megatron.register()
     assert utils._VALID_DSA_KERNEL_BACKENDS == ("none", "tilelang", "dsa_ext")
+    choices = TransformerConfig.__dataclass_fields__["dsa_kernel_backend"].type
+    assert get_args(choices) == ("none", "tilelang", "dsa_ext")
     assert kernels._BACKEND_MODULE_NAME_BY_BACKEND == {"dsa_ext": "dsa_ext.integrations.megatron"}

@@ -289,6 +289,80 @@ def test_padding_does_not_count_in_the_loss(side: str) -> None:
     torch.testing.assert_close(handle.indexer_loss(), expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:dsa_ext")
+def test_a_forward_in_transformers_has_no_indexer_loss() -> None:
+    model, ids = make_model().train(), tokens()
+    mask = torch.ones_like(ids)
+    mask[:, 7] = 0
+    plain = model(ids, labels=ids, attention_mask=mask, use_cache=False).loss
+    handle = integration.enable(model, train_indexer=True)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    loss = model(ids, labels=ids, attention_mask=mask, use_cache=False).loss
+    torch.testing.assert_close(loss, plain)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="there is no indexer loss"):
+        handle.indexer_loss()
+
+
+def test_the_loss_is_added_where_it_is_computed() -> None:
+    model, ids = make_model().train(), tokens()
+    expected = model(ids, labels=ids, use_cache=False).loss
+    wrapper = nn.ModuleDict({"base": model})
+    handle = integration.enable(wrapper, train_indexer=True)  # type: ignore[arg-type]
+    loss = model(ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(loss, expected + handle.indexer_loss(), rtol=1e-4, atol=1e-5)
+    handle.disable()
+    with pytest.raises(ValueError, match="enable: loss_coeff must be 0, since the model has no head"):
+        integration.enable(model.model, train_indexer=True)
+    with integration.enable(model.model, train_indexer=True, loss_coeff=0) as handle:
+        model(ids, use_cache=False)
+        handle.indexer_loss().backward()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_right_padded_prompts(name: str) -> None:
+    model, ids = make_model(name, index_topk=100), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    arguments = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(**arguments)
+    with integration.enable(model):
+        assert torch.equal(model.generate(**arguments), plain)
+
+
+def test_ids_of_others_hide_later_keys() -> None:
+    model, ids = make_model(), tokens()
+    other = torch.cat([ids[:, :20], tokens(seed=1)[:, 20:]], dim=1)
+    everything = torch.arange(40, dtype=torch.int32).expand(2, 40, 40).contiguous()
+    with integration.enable(model) as handle, handle.replay(dict.fromkeys(range(4), everything)), torch.no_grad():
+        logits = [model(x, use_cache=False).logits[:, :20] for x in (ids, other)]
+    torch.testing.assert_close(*logits)
+
+
+def test_hooks_and_soft_masks() -> None:
+    model, ids = make_model(initializer_range=0.3), tokens(1, 20)
+    handle = model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda *args: 1.5 * args[2])
+    plain, ours = both(model, input_ids=ids)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-3, atol=1e-4)
+    handle.remove()
+    distance = torch.arange(20)[:, None] - torch.arange(20)
+    soft = (-0.1 * distance).masked_fill(distance < 0, torch.finfo(torch.float32).min)[None, None]
+    with pytest.warns(UserWarning, match="not one interval"):
+        plain, ours = both(model, input_ids=ids, attention_mask=soft)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-3, atol=1e-4)
+
+
+def test_compiled_models_refuse_masks_with_holes() -> None:
+    torch._dynamo.reset()
+    model, ids = make_model(), tokens(1, 20)
+    mask = torch.ones_like(ids)
+    mask[:, 7] = 0
+    with integration.enable(model), torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager")
+        with pytest.raises(RuntimeError, match="must be one interval"):
+            compiled(ids, attention_mask=mask, use_cache=False)
+
+
 def test_fp8_indexer_selects_similar_keys() -> None:
     model, ids = make_model(), tokens()
     with torch.no_grad():

@@ -126,19 +126,24 @@ def enable(
     for name, layer in layers.items():
         if name not in reasons:
             _replace(layer, options, undo)
-    if not reasons:
+    bases = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not reasons and bases:  # otherwise other layers of the model need masks
         for config in {id(layer.config): layer.config for layer in layers.values()}.values():
             _set(config, "_attn_implementation", NAME, undo)
     selecting = [layer.layer_idx for name, layer in layers.items() if name not in reasons and layer.indexer is not None]
     handle = Handle(options, undo, selecting)
-    if train_indexer and loss_coeff != 0 and hasattr(model, "loss_function"):
-        plain = model.loss_function
+    if train_indexer and loss_coeff != 0:
+        heads = [base for base in bases if base.get_output_embeddings() is not None]  # type: ignore[no-untyped-call]
+        if not heads:
+            handle.disable()
+            raise ValueError("enable: loss_coeff must be 0, since the model has no head that computes a loss")
+        plain = heads[0].loss_function
 
         def with_indexer_loss(*args: Any, **kwargs: Any) -> Tensor:
             loss: Tensor = plain(*args, **kwargs)
             return loss + loss_coeff * handle.indexer_loss().to(loss) if options.losses else loss
 
-        _set(model, "loss_function", with_indexer_loss, undo)
+        _set(heads[0], "loss_function", with_indexer_loss, undo)
     return handle
 
 

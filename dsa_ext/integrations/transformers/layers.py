@@ -51,19 +51,20 @@ def misfit(layer: Any) -> str | None:
             c.index_head_dim in _INDEXER_COLUMNS
         ),
         f"index_topk must be at most {_MAX_TOPK}, got {c.index_topk}": c.index_topk <= _MAX_TOPK,
+        f"config.is_causal must be True, got {getattr(c, 'is_causal', True)}": getattr(c, "is_causal", True),
         f"weights must not be {dtype}; bfloat16 runs on a GPU": dtype != torch.float16,
     }
     reasons = [reason for reason, holds in requirements.items() if not holds]
     return "; ".join(reasons) or None
 
 
-def _latent_weights(layer: Any) -> list[Tensor]:
+def _latent_weights(layer: Any, like: Tensor) -> list[Tensor]:
     """The weights of kv_b_proj for keys and for values, per head: [H, columns, 512]."""
     projection = layer.kv_b_proj
-    if type(projection) is nn.Linear:
+    is_changed = projection._forward_pre_hooks or projection._forward_hooks or "forward" in vars(projection)
+    if type(projection) is nn.Linear and not is_changed:
         weight = projection.weight
-    else:  # wrapped, by an adapter or a quantizer: its product with the unit matrix
-        like = layer.kv_a_proj_with_mqa.weight
+    else:  # by an adapter, a quantizer or an offload: its product with the unit matrix
         weight = projection(torch.eye(_LATENT, device=like.device, dtype=like.dtype)).T
     heads = weight.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
     return list(heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1))
@@ -94,17 +95,20 @@ def _attend(
 ) -> tuple[Tensor, Tensor] | None:
     """Output [B, S, hidden_size] and the ids of the selected keys [B, S, K], which are selected if `ids` is None. None
     if the mask has no bounds; then nothing has changed."""
+    options: Options = getattr(layer, "_dsa_options", _DEFAULT)
+    is_first = is_compiling() or torch._C._current_graph_task_id() == -1  # not when a checkpoint computes it again
+    if is_first:
+        options.losses.pop(layer.layer_idx, None)
     bounds = bounds_of(mask, *x.shape[:2])
     if bounds is None:
         return None
-    options: Options = getattr(layer, "_dsa_options", _DEFAULT)
     past = 0 if cache is None or options.recorded is None else int(cache.get_seq_length(layer.layer_idx))
     cos, sin = (table[..., : _ROPE // 2] for table in tables)
 
     q_resid = layer.q_a_layernorm(layer.q_a_proj(x))
     heads = layer.q_b_proj(q_resid).unflatten(-1, (-1, layer.qk_head_dim))
     cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
-    key_weight, value_weight = _latent_weights(layer)
+    key_weight, value_weight = _latent_weights(layer, heads)
     q = absorbed_queries(heads, key_weight, cos[:, :, None], sin[:, :, None], interleaved=True)
     latent, k_rope = layer.kv_a_proj_with_mqa(x).split([_LATENT, _ROPE], dim=-1)
     latent = layer.kv_a_layernorm(latent).to(heads.dtype)
@@ -123,24 +127,25 @@ def _attend(
             )
         ids = options.replayed.get(layer.layer_idx)
         if ids is None:
-            ids = select_keys(tensors, *bounds, min(layer.indexer.index_topk, kv.shape[1]), options.indexer)
+            topk = min(layer.indexer.index_topk, kv.shape[1])
+            ids = select_keys(tensors, bounds.starts, bounds.ends, topk, options.indexer)
         elif ids.dtype != torch.int32 or ids.shape[:-1] != x.shape[:-1]:
             expected = f"int32 [{x.shape[0]}, {x.shape[1]}, K]"
             raise ValueError(f"replay: ids of layer {layer.layer_idx} must be {expected}, got {describe(ids)}")
         if options.recorded is not None:
             _record(options.recorded, layer.layer_idx, ids, continues=past > 0)
     listed = ids[:, :, None]
-    scaling = {"causal": False, "sm_scale": layer.scaling}
-    attended, lse = functional.sparse_mla(q, kv, listed, d_v=_LATENT, return_lse=True, **scaling)
+    # The bounds also hold for ids that come from elsewhere.
+    slots: Any = {"starts": bounds.starts, "ends": bounds.ends, "sm_scale": layer.scaling}
+    attended, lse = functional.sparse_mla(q, kv, listed, d_v=_LATENT, return_lse=True, **slots)
     out = layer.o_proj(multiply_heads(attended, value_weight.mT).flatten(2))
     if tensors is not None and trains:
-        p = functional.attn_dist(q.detach(), kv.detach(), listed, lse.detach(), **scaling)[:, :, 0]
-        starts, ends = bounds
-        loss = functional.indexer_loss(scores_of_keys(tensors, ids), p, row_weights=(starts < ends).to(p.dtype))
-        if is_compiling() or torch._C._current_graph_task_id() == -1:  # not when a checkpoint computes it again
+        p = functional.attn_dist(q.detach(), kv.detach(), listed, lse.detach(), **slots)[:, :, 0]
+        visible = (ids >= bounds.starts[..., None]) & (ids < bounds.ends[..., None])
+        scores, rows = scores_of_keys(tensors, ids), bounds.counts.to(p.dtype)
+        loss = functional.indexer_loss(scores, p, valid=visible, row_weights=rows)
+        if is_first:
             options.losses[layer.layer_idx] = loss
-    else:
-        options.losses.pop(layer.layer_idx, None)
     return out, ids
 
 

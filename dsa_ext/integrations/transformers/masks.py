@@ -1,7 +1,7 @@
 """What layers get instead of a mask: the first and the last key that each query may see."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 #: The name of the attention implementation in a model's config.
 NAME = "dsa_ext"
+#: A number that is added to a score hides the key from here on down.
+_HIDDEN = -1e4
 
 
 def row_bounds(
@@ -25,8 +27,8 @@ def row_bounds(
     device: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """What transformers calls to make a mask: starts and ends of the keys that each query sees, int32 [B, 1, S, 2]. An
-    ordinary mask if padding is not on the left and right alone."""
+    """What transformers calls to make a mask: starts and ends of the keys that each query sees, and 1 for a query that
+    is no padding, int32 [B, 1, S, 3]. An ordinary mask if padding is not on the left and right alone."""
     position = q_offset + torch.arange(q_length, device=device)
     starts = torch.zeros(batch_size, q_length, device=device, dtype=torch.long)
     if q_length > 1:
@@ -35,10 +37,11 @@ def row_bounds(
         sees_previous = mask_function(sequence, 0, position, (position - 1).clamp(min=0))
         starts = torch.where(sees_previous, starts, position).cummax(-1).values
     ends = (position + 1).expand(batch_size, q_length)
+    counts = torch.ones_like(starts)
     if attention_mask is not None:
         is_token = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         first, end, is_interval = _intervals(is_token)
-        if not is_compiling() and not bool(is_interval.all()):
+        if not _holds(is_interval):
             arguments = {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask}
             mask: Tensor | None = sdpa_mask(
                 batch_size, q_length, kv_length, mask_function=mask_function, device=device,
@@ -48,8 +51,17 @@ def row_bounds(
             return mask
         starts, ends = torch.maximum(starts, first[:, None]), torch.minimum(ends, end[:, None])
         own = (position - kv_offset).clamp(max=is_token.shape[1] - 1).expand(batch_size, q_length)
-        ends = torch.where(is_token.gather(1, own), ends, 0)  # queries that are padding see nothing
-    return torch.stack([starts, ends], dim=-1).int()[:, None]
+        counts = is_token.gather(1, own).long()
+    return torch.stack([starts, ends, counts], dim=-1).int()[:, None]
+
+
+def _holds(condition: Tensor) -> bool:
+    """Whether it holds for all elements. A compiled graph cannot decide: there it is an error later if it does not."""
+    if not is_compiling():
+        return bool(condition.all())
+    message = "dsa_ext: in a compiled model the keys that a query may see must be one interval"
+    torch._assert_async(condition.all(), message)
+    return True
 
 
 def _intervals(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,18 +74,30 @@ def _intervals(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, end, visible.sum(-1) == torch.where(any_visible, end - first, 0)
 
 
-def bounds_of(mask: Tensor, batch: int, seq: int) -> tuple[Tensor, Tensor] | None:
-    """starts and ends [B, S] from what the model hands its layers: those of row_bounds, or a mask [B, 1, S, T], of
-    booleans or numbers to add. None if it is no mask of one interval per query."""
-    if mask.dtype == torch.int32 and mask.shape[-1] == 2:
-        starts, ends = mask[:, 0].expand(batch, seq, 2).unbind(-1)
-        return starts, ends
+class RowBounds(NamedTuple):
+    """What each query sees [B, S]."""
+
+    starts: Tensor  # first key, int32
+    ends: Tensor  # the one after the last
+    counts: Tensor  # 1 if the query counts in losses, 0 if it is padding
+
+
+def bounds_of(mask: Tensor, batch: int, seq: int) -> RowBounds | None:
+    """The bounds from what the model hands its layers: those of row_bounds, or a mask [B, 1, S, T], of booleans or
+    numbers to add. None if it is no mask of one interval per query."""
+    if mask.dtype == torch.int32 and mask.shape[-1] == 3:
+        return RowBounds(*mask[:, 0].expand(batch, seq, 3).unbind(-1))
     if mask.shape[1] != 1:
         return None
-    first, end, is_interval = _intervals(mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0)
-    if not is_compiling() and not bool(is_interval.all()):
+    mask = mask[:, 0]
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    first, end, is_mask = _intervals(visible)
+    if mask.dtype != torch.bool:
+        is_mask = is_mask & (visible | (mask <= _HIDDEN)).all(-1)
+    if not _holds(is_mask):
         return None
-    return first.int().expand(batch, seq), end.int().expand(batch, seq)
+    starts, ends = (bound.int().expand(batch, seq) for bound in (first, end))
+    return RowBounds(starts, ends, (starts < ends).int())
 
 
 def _masked_attention(
