@@ -1,0 +1,139 @@
+"""Training of the indexers of transformers' models, and recorded selections."""
+
+import pytest
+import torch
+from torch import nn
+from transformers_models import MODELS, integration, make_model, tokens
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_the_indexer(name: str, checkpointing: bool) -> None:
+    model, ids = make_model(name, initializer_range=0.3).train(), tokens()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    plain = model(ids, labels=ids, use_cache=False).loss
+    handle = integration.enable(model, train_indexer=True, loss_coeff=0.5)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(loss, plain + 0.5 * handle.indexer_loss(), rtol=1e-4, atol=1e-5)
+    loss.backward()
+    learning = {n: p for n, p in model.named_parameters() if ".indexer." in n}
+    assert learning
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learning.values())
+
+    optimizer = torch.optim.Adam(learning.values(), lr=1e-2)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        model(ids, use_cache=False)
+        handle.indexer_loss().backward()
+        losses.append(handle.indexer_loss().item())
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    with torch.no_grad():
+        model(ids)
+    with pytest.raises(RuntimeError, match="there is no indexer loss"):
+        handle.indexer_loss()
+    handle.disable()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replay_of_selections(name: str) -> None:
+    model, ids = make_model(name), tokens()
+    handle = integration.enable(model, train_indexer=True)
+    with handle.record() as recorded:
+        expected = model(ids, use_cache=False).logits
+    selecting = [i for i, layer in enumerate(model.model.layers) if layer.self_attn.indexer is not None]
+    assert list(recorded) == selecting
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if layer.self_attn.indexer is not None:
+                layer.self_attn.indexer.wq_b.weight.neg_()
+    assert not torch.equal(model(ids, use_cache=False).logits, expected)
+    with handle.replay(recorded):
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+        handle.indexer_loss().backward()
+    assert model.model.layers[0].self_attn.indexer.wq_b.weight.grad.abs().sum() > 0
+    with handle.record() as again:
+        model(ids, use_cache=False)
+    assert not torch.equal(again[selecting[0]], recorded[selecting[0]])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replay_of_generation(name: str) -> None:
+    """What is recorded while tokens are generated, one by one, is what one forward over them needs."""
+    model, prompt = make_model(name), tokens(2, 12)
+    with integration.enable(model) as handle, torch.no_grad():
+        with handle.record() as recorded:
+            text = model.generate(prompt, max_new_tokens=20, do_sample=False)
+        logits = model(text[:, :-1]).logits
+        with handle.replay(recorded):
+            replayed = model(text[:, :-1]).logits
+    assert all(ids.shape == (2, 31, 8) for ids in recorded.values())
+    torch.testing.assert_close(replayed, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_errors_of_replay() -> None:
+    model, ids = make_model("GlmMoeDsa"), tokens()
+    with integration.enable(model) as handle:
+        with (
+            pytest.raises(ValueError, match=r"replay: ids must be of the layers \[0, 2\], got \[0\]"),
+            handle.replay({0: ids}),
+        ):
+            pass
+        wrong = torch.zeros(2, 64, 8, dtype=torch.int32)
+        message = r"replay: ids of layer 0 must be int32 \[2, 40, K\], got int32 \[2, 64, 8\]"
+        with handle.replay({0: wrong, 2: wrong}), pytest.raises(ValueError, match=message):
+            model(ids)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_count_in_the_loss(side: str) -> None:
+    model, ids = make_model(initializer_range=0.3), tokens(1, 40)
+    handle = integration.enable(model, train_indexer=True)
+    model(ids, use_cache=False)
+    expected = handle.indexer_loss()
+    padding, is_token = torch.zeros_like(ids), torch.ones_like(ids)
+    order = [padding, ids] if side == "left" else [ids, padding]
+    mask = [padding, is_token] if side == "left" else [is_token, padding]
+    model(torch.cat(order, 1), attention_mask=torch.cat(mask, 1), use_cache=False)
+    torch.testing.assert_close(handle.indexer_loss(), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:dsa_ext")
+def test_a_forward_in_transformers_has_no_indexer_loss() -> None:
+    model, ids = make_model().train(), tokens()
+    mask = torch.ones_like(ids)
+    mask[:, 7] = 0
+    plain = model(ids, labels=ids, attention_mask=mask, use_cache=False).loss
+    handle = integration.enable(model, train_indexer=True)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    loss = model(ids, labels=ids, attention_mask=mask, use_cache=False).loss
+    torch.testing.assert_close(loss, plain)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="there is no indexer loss"):
+        handle.indexer_loss()
+
+
+def test_the_loss_is_added_where_it_is_computed() -> None:
+    model, ids = make_model().train(), tokens()
+    expected = model(ids, labels=ids, use_cache=False).loss
+    wrapper = nn.ModuleDict({"base": model})
+    handle = integration.enable(wrapper, train_indexer=True)  # type: ignore[arg-type]
+    loss = model(ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(loss, expected + handle.indexer_loss(), rtol=1e-4, atol=1e-5)
+    handle.disable()
+    with pytest.raises(ValueError, match="enable: loss_coeff must be 0, since the model has no head"):
+        integration.enable(model.model, train_indexer=True)
+    with integration.enable(model.model, train_indexer=True, loss_coeff=0) as handle:
+        model(ids, use_cache=False)
+        handle.indexer_loss().backward()
+
+
+def test_ids_of_others_hide_later_keys() -> None:
+    model, ids = make_model(), tokens()
+    other = torch.cat([ids[:, :20], tokens(seed=1)[:, 20:]], dim=1)
+    everything = torch.arange(40, dtype=torch.int32).expand(2, 40, 40).contiguous()
+    with integration.enable(model) as handle, handle.replay(dict.fromkeys(range(4), everything)), torch.no_grad():
+        logits = [model(x, use_cache=False).logits[:, :20] for x in (ids, other)]
+    torch.testing.assert_close(*logits)
