@@ -323,6 +323,17 @@ def _forward_with_gradients(
     return results
 
 
+def _saved_gradients(ctx: Any, op: str, factor: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What the backward of a loss returns: the gradients that its forward computed, times `factor`, from the incoming
+    gradient; None for the dispatch keys and all other arguments."""
+    arguments = len(OPERATORS[op].arguments)
+    if factor is None:  # no gradient arrives
+        return (None,) * (1 + arguments)
+    loss, *saved = ctx.saved_tensors
+    gradients = not_differentiable_again(op, tuple(gradient * factor for gradient in saved), loss)
+    return None, *gradients, *(None,) * (arguments - len(gradients))
+
+
 class _LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
@@ -331,16 +342,10 @@ class _LossFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if dloss is None:
-            return (None,) * 5
-        loss, dscores = ctx.saved_tensors
-        gradients = (dscores * dloss[:, None],)
-        return None, *not_differentiable_again("indexer_loss", gradients, loss), *(None,) * 3
+        return _saved_gradients(ctx, "indexer_loss", None if dloss is None else dloss[:, None])
 
 
 class _DenseLossFunction(torch.autograd.Function):
-    """The forward computes the sum of the losses and its gradients; the backward scales them by the incoming one."""
-
     @staticmethod
     def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
         a = OPERATORS["indexer_dense_loss"].bind(*args)._replace(gradients=True)
@@ -348,11 +353,7 @@ class _DenseLossFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if dloss is None:
-            return (None,) * 14
-        loss, *sum_gradients = ctx.saved_tensors
-        gradients = tuple(gradient * dloss for gradient in sum_gradients)
-        return None, *not_differentiable_again("indexer_dense_loss", gradients, loss), *(None,) * 10
+        return _saved_gradients(ctx, "indexer_dense_loss", dloss)
 
 
 Operator(
