@@ -26,7 +26,7 @@ def schema_names(op: str) -> list[str]:
 
 # ---- the deterministic switch
 
-SWITCHED = [op for op in ops.OPERATORS if "deterministic" in schema_names(op)]
+SWITCHED = [op for op in ops.OPERATORS if op.endswith("_bwd") and "deterministic" in schema_names(op)]
 
 
 @contextmanager
@@ -96,16 +96,17 @@ def switch(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("given", [False, True], ids=["", "argument"])
 @pytest.mark.parametrize("op", ["sparse_mla_fwd", "indexer_scores", "indexer_logits"])
-def test_the_switch_in_backward(op: str, compiled: bool, switch: bool) -> None:
+def test_the_switch_and_the_argument_in_backward(op: str, given: bool, compiled: bool, switch: bool) -> None:
     torch._dynamo.reset()
-    args = ORDINARY[op]()
+    args = ORDINARY[op]() | {"deterministic": given}
     leaves = leaves_of(args, *({"q", "k", "kv"} & args.keys()))
     function = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
     with flags_seen(op.removesuffix("_fwd") + "_bwd") as seen:
         out = function(op, args)[0]
         torch.autograd.grad(out, leaves, torch.ones_like(out))
-    assert seen == [switch]
+    assert seen == [switch or given]
 
 
 def test_the_switch_between_forward_and_backward() -> None:
@@ -126,6 +127,23 @@ def test_the_switch_within_an_operator_of_operators(mode: str, deterministic_alg
     with MODES[mode](), flags_seen("indexer_logits_bwd") as seen:
         call("indexer_dense_loss", ORDINARY["indexer_dense_loss"]())
     assert seen == [True]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_argument_of_functions(given: bool) -> None:
+    for name, place in {"sparse_mla": "sparse_mla_fwd", "indexer_scores": "indexer_scores"}.items():
+        args = ORDINARY[place]()
+        leaves = leaves_of(args, *({"q", "k", "kv"} & args.keys()))
+        with flags_seen(place.removesuffix("_fwd") + "_bwd") as seen:
+            getattr(dsa_ext, name)(**args, deterministic=given).sum().backward(inputs=leaves)
+        assert seen == [given]
+    for name in ("indexer_logits", "indexer_dense_loss"):
+        args = ORDINARY[name]()
+        args.pop("gradients", None)
+        leaves = [args[name].requires_grad_() for name in ("q", "k")]
+        with flags_seen("indexer_logits_bwd") as seen:
+            getattr(dsa_ext, name)(**args, deterministic=given).sum().backward(inputs=leaves)
+        assert seen == [given]
 
 
 def test_the_switch_in_the_warm_up(deterministic_algorithms: None) -> None:

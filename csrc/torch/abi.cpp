@@ -155,6 +155,12 @@ void check_last_stride(const char* op, const char* name, const Tensor& tensor) {
             " must have stride 1 in its last dimension, got stride ", tensor.stride(last));
 }
 
+void check_positions(const char* op, const char* name, const Tensor& tensor, int dim) {
+  constexpr int64_t kMax = (int64_t{1} << 31) - (int64_t{1} << 26);
+  DSA_CHECK(tensor.size(dim) <= kMax, op, ": ", name, " must have at most 2^31 - 2^26 ", dim == 0 ? "rows" : "columns",
+            ", got ", describe(tensor));
+}
+
 void check_slots(const char* op, const Tensor& indices) {
   constexpr int64_t kMaxRows = int64_t{1} << 30, kMaxSlots = int64_t{1} << 29;
   check_last_stride(op, "indices", indices);

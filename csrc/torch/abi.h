@@ -78,6 +78,9 @@ void check_scale(const char* op, std::optional<double> sm_scale);
 
 // Checks that the last dimension is dense.
 void check_last_stride(const char* op, const char* name, const Tensor& tensor);
+// Checks that dimension `dim` of a tensor has at most 2^31 - 2^26 positions: kernels go on to the end of a tile, or of
+// a step of all threads, in 32 bits.
+void check_positions(const char* op, const char* name, const Tensor& tensor, int dim);
 // `indices` [.., K], stride 1 in the last dimension, with so many rows and slots that kernels count them in 32 bits.
 void check_slots(const char* op, const Tensor& indices);
 

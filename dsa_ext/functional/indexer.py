@@ -18,6 +18,7 @@ def indexer_logits(
     *,
     k_scale: Tensor | None = None,
     clean: bool = True,
+    deterministic: bool = False,
 ) -> Tensor:
     """Scores of the lightning indexer of DeepSeek-V3.2: how relevant each key is to each query.
 
@@ -39,6 +40,7 @@ def indexer_logits(
         ends: one past the last key of each query [S], int32.
         k_scale: scale per key [S_kv], fp32. Required for float8_e4m3fn keys, None for others.
         clean: write -inf outside the bounds. If False, the entries there are unspecified.
+        deterministic: make the gradient of k deterministic (bitwise), as torch.use_deterministic_algorithms(True) does.
 
     Returns:
         logits [S, S_kv], fp32 (float64 for float64 inputs), with a row stride that is a multiple of 4 elements.
@@ -54,7 +56,7 @@ def indexer_logits(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    result: Tensor = torch.ops.dsa.indexer_logits.default(q, k, weights, starts, ends, k_scale, clean)
+    result: Tensor = torch.ops.dsa.indexer_logits.default(q, k, weights, starts, ends, k_scale, clean, deterministic)
     return result
 
 
@@ -123,7 +125,7 @@ def indexer_topk(
     return result
 
 
-def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *, deterministic: bool = False) -> Tensor:
     """The indexer's scores of the listed keys only, as in :func:`indexer_logits`: used to train the indexer.
 
     For query s and slot i with key k_i = k[indices[s, i]]::
@@ -138,10 +140,11 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Te
         k: keys [S_kv, Di], like q; all heads share them.
         weights: weight per head [S, Hi], fp32 (float64 for float64 inputs), including any factor on q.k.
         indices: ids of the listed keys [S, K], int32, in any order, such as those of :func:`indexer_topk`.
+        deterministic: make the gradient of k deterministic (bitwise), as torch.use_deterministic_algorithms(True) does.
 
     Returns:
         scores [S, K], fp32 (float64 for float64 inputs). Differentiable (once) with respect to q, k and weights; the
-        incoming gradient of a padded slot has no effect. Deterministic (bitwise).
+        incoming gradient of a padded slot has no effect. The forward is deterministic (bitwise).
 
     On a GPU, NaN or infinity in a key, a query or its weights may reach the gradients of up to 15 neighboring queries,
     and of the keys that these list.
@@ -152,7 +155,7 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Te
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    result: Tensor = torch.ops.dsa.indexer_scores.default(q, k, weights, indices)
+    result: Tensor = torch.ops.dsa.indexer_scores.default(q, k, weights, indices, deterministic)
     return result
 
 
@@ -194,6 +197,8 @@ def quantize_indexer(
             expected = "bfloat16, float32 or float64 [..., 64 or 128]"
             fail("quantize_indexer", f"{name} must be {expected}, got {describe(x)}")
         columns = x.shape[-1]
+        if columns != q.shape[-1]:
+            fail("quantize_indexer", f"k must be [..., {q.shape[-1]}] like q, got {describe(x)}")
         if recipe == "ue8m0_hadamard":
             x = hadamard_transform(x)
         x = x.detach().float() if x.dtype == torch.float64 else x.detach()
@@ -294,6 +299,7 @@ def indexer_dense_loss(
     starts: Tensor | None = None,
     ends: Tensor | None = None,
     reduction: Literal["mean", "sum"] = "mean",
+    deterministic: bool = False,
 ) -> Tensor:
     """The indexer's loss over all keys that each query sees: the dense warm-up stage of DeepSeek-V3.2.
 
@@ -316,6 +322,7 @@ def indexer_dense_loss(
         starts, ends: instead of causal and q_start, the keys that a query sees [S], int32: those from starts on and
             below ends, for packed or padded sequences and for queries in any order.
         reduction: "sum" or "mean", as for :func:`indexer_loss`.
+        deterministic: make the gradient of k deterministic (bitwise), as torch.use_deterministic_algorithms(True) does.
 
     Returns:
         The loss, differentiable (once) with respect to q, k and weights only.
@@ -329,7 +336,19 @@ def indexer_dense_loss(
     if reduction not in ("mean", "sum"):
         raise RuntimeError(f"dsa::indexer_dense_loss: reduction must be 'mean' or 'sum', got {reduction!r}")
     loss: Tensor = torch.ops.dsa.indexer_dense_loss.default(
-        q, k, weights, main_q, main_kv, lse, row_weights, sm_scale, causal, q_start, starts, ends
+        q,
+        k,
+        weights,
+        main_q,
+        main_kv,
+        lse,
+        row_weights,
+        sm_scale,
+        causal,
+        q_start,
+        starts,
+        ends,
+        deterministic=deterministic,
     )[0]
     return loss if reduction == "sum" else _mean(loss, q.shape[0], row_weights)
 

@@ -40,6 +40,7 @@ def sparse_mla(
     starts: Tensor | None = ...,
     ends: Tensor | None = ...,
     attn_sink: Tensor | None = ...,
+    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -59,6 +60,7 @@ def sparse_mla(
     starts: Tensor | None = ...,
     ends: Tensor | None = ...,
     attn_sink: Tensor | None = ...,
+    deterministic: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -77,6 +79,7 @@ def sparse_mla(
     starts: Tensor | None = None,
     ends: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sparse multi-query latent attention of DeepSeek-V3.2: each query attends to the keys that it lists.
@@ -113,16 +116,18 @@ def sparse_mla(
             positions_per_key must have their defaults.
         attn_sink: logit per head [H], fp32 (float64 for float64 inputs), that takes a share of the probability and
             adds no value. -inf disables the sink.
+        deterministic: make the gradient of kv deterministic (bitwise), as torch.use_deterministic_algorithms(True)
+            does.
         return_lse: return lse as well.
 
     Returns:
         out [B, S, H, d_v] in the dtype of q; with `return_lse` also lse [B, S, H]: fp32, natural logarithm, without the
         sink. Both are differentiable (once) with respect to q, kv and attn_sink.
 
-    The forward is deterministic (bitwise). Under torch.use_deterministic_algorithms(True) the gradients are too, and
-    the backward takes about 1.3 times as long; otherwise the last bits of kv's gradient depend on the order of
-    additions. Nothing synchronizes with the host, and everything may be captured in a CUDA graph. The backward is
-    fastest when ids ascend along each row of `indices`.
+    The forward is deterministic (bitwise), and so are the gradients except that of kv, whose last bits depend on the
+    order of additions. With `deterministic` it is too, and the backward takes about 1.3 times as long. Nothing
+    synchronizes with the host, and everything may be captured in a CUDA graph. The backward is fastest when ids ascend
+    along each row of `indices`.
 
     On CUDA the last dimension of q, kv and indices must have stride 1 and every row of q and kv must start 16-byte
     aligned; all other strides are arbitrary, with less than 2^31 elements between positions of kv.
@@ -134,11 +139,11 @@ def sparse_mla(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     slots = (causal, q_start, positions_per_key, topk_length, starts, ends)
-    args = (q, kv, indices, sm_scale, d_v, *slots, attn_sink)
+    args = (q, kv, indices, sm_scale, d_v, *slots, attn_sink, deterministic)
     try:
         if q.dim() == 3:
             batched: Any = _with_batch("sparse_mla_fwd", q, kv, indices, topk_length, starts, ends)
-            out, lse = _sparse_mla_fwd(*batched[:3], *args[3:8], *batched[3:], attn_sink)
+            out, lse = _sparse_mla_fwd(*batched[:3], *args[3:8], *batched[3:], attn_sink, deterministic)
             return (out[0], lse[0]) if return_lse else out[0]
         if (
             is_compiling()

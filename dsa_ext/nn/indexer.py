@@ -66,7 +66,7 @@ class LightningIndexer(nn.Module):
         if rope_dim % 2 != 0 or not 0 <= rope_dim <= head_dim:
             raise ValueError(f"LightningIndexer: rope_dim must be even, from 0 to head_dim={head_dim}, got {rope_dim}")
         check_layout("LightningIndexer", "rope", rope)
-        check_yarn("LightningIndexer", yarn)
+        check_yarn("LightningIndexer", yarn, rope_theta)
         self.heads, self.head_dim, self.rope_dim, self.hadamard = heads, head_dim, rope_dim, hadamard
         self.rope_theta, self.rope, self.yarn, self.precision = rope_theta, rope, yarn, precision
         self.wq_b = nn.Linear(q_lora_rank, heads * head_dim, bias=False, device=device, dtype=dtype)
@@ -143,13 +143,13 @@ def select_keys(
     return torch.where(ids >= 0, ids - first[..., None], -1) if batch > 1 else ids
 
 
-def scores_of_keys(tensors: IndexerTensors, ids: Tensor) -> Tensor:
+def scores_of_keys(tensors: IndexerTensors, ids: Tensor, deterministic: bool = False) -> Tensor:
     """Scores of the listed keys [B, S, K], -inf where an id is not one of the sequence's T keys. Differentiable."""
     q, k, weights = (t.flatten(0, 1) for t in tensors)
     if len(tensors.k) > 1:
         # An id of T or more would be a key of the next sequence.
         ids = torch.where((ids >= 0) & (ids < tensors.k.shape[1]), ids + _first_keys(tensors)[..., None], -1)
-    return functional.indexer_scores(q, k, weights, ids.flatten(0, 1)).view(ids.shape)
+    return functional.indexer_scores(q, k, weights, ids.flatten(0, 1), deterministic=deterministic).view(ids.shape)
 
 
 def _first_keys(tensors: IndexerTensors) -> Tensor:

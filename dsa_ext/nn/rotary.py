@@ -39,6 +39,11 @@ class Yarn:
     def __post_init__(self) -> None:
         if not self.factor >= 1:
             raise ValueError(f"Yarn: factor must be at least 1, got {self.factor}")
+        for name in ("original_positions", "beta_fast", "beta_slow"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Yarn: {name} must be positive, got {getattr(self, name)}")
+        if not self.beta_fast >= self.beta_slow:
+            raise ValueError(f"Yarn: beta_fast must be at least beta_slow={self.beta_slow}, got {self.beta_fast}")
 
     @property
     def rotated_scale(self) -> float:
@@ -94,10 +99,8 @@ def apply_rope(
     if columns % 2 != 0 or not 0 <= columns <= x.shape[-1]:
         raise ValueError(f"apply_rope: columns must be even, from 0 to D={x.shape[-1]}, got {columns}")
     check_layout("apply_rope", "layout", layout)
-    check_yarn("apply_rope", yarn)
-    if not isinstance(positions, Tensor) or positions.shape not in (x.shape[1:2], x.shape[:2]):
-        got = describe(positions) if isinstance(positions, Tensor) else type(positions).__name__
-        raise ValueError(f"apply_rope: positions must be a tensor [S={x.shape[1]}] or [B={x.shape[0]}, S], got {got}")
+    check_yarn("apply_rope", yarn, theta)
+    check_positions("apply_rope", positions, x)
     return rotated(x, *rope_tables(x, positions, theta, columns, yarn), layout == "interleaved")
 
 
@@ -106,9 +109,18 @@ def check_layout(where: str, name: str, layout: str) -> None:
         raise ValueError(f"{where}: {name} must be 'half' or 'interleaved', got {layout!r}")
 
 
-def check_yarn(where: str, yarn: Any) -> None:
+def check_yarn(where: str, yarn: Any, theta: float) -> None:
     if yarn is not None and not isinstance(yarn, Yarn):
         raise TypeError(f"{where}: yarn must be a Yarn or None, got {type(yarn).__name__}")
+    if yarn is not None and not theta > 1:
+        raise ValueError(f"{where}: the base of RoPE's frequencies must be greater than 1 with yarn, got {theta}")
+
+
+def check_positions(where: str, positions: Any, x: Tensor) -> None:
+    """`positions` are those of the rows of x [B, S, ...]."""
+    if not isinstance(positions, Tensor) or positions.shape not in (x.shape[1:2], x.shape[:2]):
+        got = describe(positions) if isinstance(positions, Tensor) else type(positions).__name__
+        raise ValueError(f"{where}: positions must be a tensor [S={x.shape[1]}] or [B={x.shape[0]}, S], got {got}")
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -45,7 +45,8 @@ class Operator:
         flops: takes a record of the arguments, with shapes for tensors, and returns the number of operations for
             torch.utils.flop_counter. Operators with matrix products have it.
 
-    If the last argument is named `deterministic`, torch.use_deterministic_algorithms sets it.
+    The last argument of an operator whose gradients may depend on the order of additions is `deterministic`.
+    torch.use_deterministic_algorithms sets it where these are computed, in operators whose name ends with _bwd.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Operator:
             _library.differentiable_once(self.name)
         else:
             _library.without_gradient(self.name)
-        if self.arguments[-1] == "deterministic":
+        if self.name.endswith("_bwd") and self.arguments[-1] == "deterministic":
             _library.follow_deterministic_switch(self.name)
         _library.follow_autocast(self.name, *cast)
         if flops is not None:

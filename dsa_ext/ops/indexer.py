@@ -115,21 +115,24 @@ class _LogitsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *args: Any) -> Tensor:
         operator = OPERATORS["indexer_logits"]
-        _refuse_fp8(operator.bind(*args), " where an argument requires a gradient")
+        a = operator.bind(*args)
+        _refuse_fp8(a, " where an argument requires a gradient")
         with torch._C._AutoDispatchBelowAutograd():
             logits: Tensor = operator.overload.redispatch(keyset, *args)
         ctx.save_for_backward(*args[:5])
+        ctx.deterministic = a.deterministic
         return logits
 
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *torch.ops.dsa.indexer_logits_bwd(dlogits, *ctx.saved_tensors), *(None,) * 4
+        gradients = torch.ops.dsa.indexer_logits_bwd(dlogits, *ctx.saved_tensors, ctx.deterministic)
+        return None, *gradients, *(None,) * 5
 
 
 def _listed_backward(a: Args, dscores: Tensor | None) -> dict[str, Tensor | None]:
     if dscores is None:
         dscores = a.weights.new_zeros(a.indices.shape)
-    gradients = torch.ops.dsa.indexer_scores_bwd(dscores, a.q, a.k, a.weights, a.indices)
+    gradients = torch.ops.dsa.indexer_scores_bwd(dscores, a.q, a.k, a.weights, a.indices, a.deterministic)
     return dict(zip(("q", "k", "weights"), gradients, strict=True))
 
 
@@ -141,7 +144,7 @@ def _matmul(a: Args, keys: int) -> int:
 
 
 Operator(
-    f"indexer_logits({_BOUNDED}, Tensor? k_scale=None, bool clean=True) -> Tensor",
+    f"indexer_logits({_BOUNDED}, Tensor? k_scale=None, bool clean=True, bool deterministic=False) -> Tensor",
     check=lambda a: _check_bounded(a, a.k_scale),
     fake=lambda a: empty_logits(a.q, a.k),
     reference=reference.indexer_logits,
@@ -157,7 +160,7 @@ Operator(
     flops=lambda a: 3 * _matmul(a, a.k[0]),  # the scores again, dq and dk
 )
 Operator(
-    f"indexer_scores({_TENSORS}, Tensor indices) -> Tensor",
+    f"indexer_scores({_TENSORS}, Tensor indices, bool deterministic=False) -> Tensor",
     check=_check_listed,
     fake=lambda a: a.q.new_empty(a.indices.shape, dtype=compute_dtype(a.q)),
     reference=reference.indexer_scores,
@@ -288,7 +291,7 @@ def _dense_loss(a: Args) -> tuple[Tensor, ...]:
         losses, dlogits = torch.ops.dsa.indexer_loss(logits, p[0, :, 0], None, row_weights)
         loss += losses.sum()
         if a.gradients:
-            dq[run], more_dk, dweights[run] = torch.ops.dsa.indexer_logits_bwd(dlogits, *bounded)
+            dq[run], more_dk, dweights[run] = torch.ops.dsa.indexer_logits_bwd(dlogits, *bounded, a.deterministic)
             dk[:keys] += more_dk
     return (loss, dq, dk.to(a.k.dtype), dweights) if a.gradients else (loss, *_no_gradients(a))
 
@@ -367,7 +370,7 @@ Operator(
 Operator(
     f"indexer_dense_loss({_TENSORS}, Tensor main_q, Tensor main_kv, Tensor lse, Tensor? row_weights=None, "
     "float? sm_scale=None, bool causal=True, SymInt q_start=0, Tensor? starts=None, Tensor? ends=None, "
-    "bool gradients=False) -> "
+    "bool gradients=False, bool deterministic=False) -> "
     f"(Tensor loss, {_GRADIENTS})",
     check=_check_dense_loss,
     fake=_fake_dense_loss,

@@ -100,7 +100,7 @@ def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Te
     if dout is None:
         dout = torch.zeros_like(a.out)
     slots = (a.causal, a.q_start, a.positions_per_key, a.topk_length, a.starts, a.ends)
-    options = (a.sm_scale, a.d_v, *slots, a.attn_sink, dlse)
+    options = (a.sm_scale, a.d_v, *slots, a.attn_sink, dlse, a.deterministic)
     dq, dkv, d_sink = torch.ops.dsa.sparse_mla_bwd(dout, a.q, a.kv, a.out, a.lse, a.indices, *options)
     return {"q": dq, "kv": dkv, "attn_sink": None if a.attn_sink is None else d_sink}
 
@@ -114,7 +114,7 @@ def _matmul_columns(a: Args, columns: int) -> int:
 
 Operator(
     "sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, float? sm_scale=None, SymInt d_v=512, "
-    f"{_SLOTS}, Tensor? attn_sink=None) -> (Tensor out, Tensor lse)",
+    f"{_SLOTS}, Tensor? attn_sink=None, bool deterministic=False) -> (Tensor out, Tensor lse)",
     check=_check,
     fake=lambda a: (a.q.new_empty(*a.q.shape[:3], a.d_v), a.q.new_empty(a.q.shape[:3], dtype=compute_dtype(a.q))),
     reference=reference.sparse_mla_fwd,

@@ -168,14 +168,16 @@ def test_deterministic_calls_are_bitwise_equal(listed_again: bool) -> None:
         assert torch.equal(dweights, first[2])
 
 
-def test_the_switch_of_torch() -> None:
+@pytest.mark.parametrize("by", ["torch", "argument"])
+def test_deterministic_gradients(by: str) -> None:
     inputs = make_gpu(200, 3000)
     ids, dscores = make_lists(200, 3000, 600)
     leaves = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.weights)]
     expected = LISTED(dscores, *leaves, ids, True)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(by == "torch")
     try:
-        got = torch.autograd.grad(dsa_ext.indexer_scores(*leaves, ids), leaves, dscores)
+        scores = dsa_ext.indexer_scores(*leaves, ids, deterministic=by == "argument")
+        got = torch.autograd.grad(scores, leaves, dscores)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(map(torch.equal, got, expected))

@@ -99,3 +99,6 @@ def test_errors() -> None:
     message = "dsa::quantize_indexer: k must be bfloat16, float32 or float64 [..., 64 or 128], got bfloat16 [4, 63]"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         dsa_ext.quantize_indexer(q, k[:, 1:])
+    message = "dsa::quantize_indexer: k must be [..., 128] like q, got bfloat16 [4, 64]"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        dsa_ext.quantize_indexer(torch.cat([q, q], dim=-1), k)

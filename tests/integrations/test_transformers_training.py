@@ -1,9 +1,14 @@
 """Training of the indexers of transformers' models, and recorded selections."""
 
+import copy
+import pickle
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from transformers_models import MODELS, integration, make_model, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers_models import MODELS, integration, make_model, tokens, transformers
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,7 +113,8 @@ def test_a_forward_in_transformers_has_no_indexer_loss() -> None:
     plain = model(ids, labels=ids, attention_mask=mask, use_cache=False).loss
     handle = integration.enable(model, train_indexer=True)
     model(ids, labels=ids, use_cache=False).loss.backward()
-    loss = model(ids, labels=ids, attention_mask=mask, use_cache=False).loss
+    with pytest.warns(UserWarning, match="the indexers do not learn in this step"):
+        loss = model(ids, labels=ids, attention_mask=mask, use_cache=False).loss
     torch.testing.assert_close(loss, plain)
     loss.backward()
     with pytest.raises(RuntimeError, match="there is no indexer loss"):
@@ -137,3 +143,93 @@ def test_ids_of_others_hide_later_keys() -> None:
     with integration.enable(model) as handle, handle.replay(dict.fromkeys(range(4), everything)), torch.no_grad():
         logits = [model(x, use_cache=False).logits[:, :20] for x in (ids, other)]
     torch.testing.assert_close(*logits)
+
+
+def test_reentrant_checkpointing_does_not_train_the_indexer() -> None:
+    model, ids = make_model().train(), tokens()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with (
+        integration.enable(model, train_indexer=True),
+        pytest.warns(UserWarning, match="gradient checkpointing must not be reentrant"),
+    ):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+def test_accumulated_gradients() -> None:
+    """With num_items_in_batch, the losses of parts of a batch add up to that of the whole batch."""
+    model, ids = make_model(initializer_range=0.3).train(), tokens(4, 24)
+    with integration.enable(model, train_indexer=True):
+        expected = model(ids, labels=ids, use_cache=False).loss
+        items = ids[:, 1:].numel()
+        parts = [model(x, labels=x, use_cache=False, num_items_in_batch=items).loss for x in ids.split([1, 3])]
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_of_an_enabled_model(how: Any) -> None:
+    model, ids = make_model(initializer_range=0.3).train(), tokens()
+    with integration.enable(model, train_indexer=True) as handle:
+        expected = model(ids, labels=ids, use_cache=False).loss
+        before = handle.indexer_loss()
+        other = how(model)
+        loss = other(ids, labels=ids, use_cache=False).loss
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        assert handle.indexer_loss() is not None
+        torch.testing.assert_close(handle.indexer_loss(), before)
+    assert other.model.layers[0].self_attn.indexer.wq_b.weight.grad.abs().sum() > 0
+    assert model.model.layers[0].self_attn.indexer.wq_b.weight.grad is None
+
+
+def test_another_model_with_the_same_config() -> None:
+    model, ids = make_model(), tokens()
+    other = transformers.DeepseekV32ForCausalLM(model.config).eval()
+    config = model.config
+    with torch.no_grad():
+        expected = other(ids).logits
+        with integration.enable(model):
+            assert torch.equal(other(ids).logits, expected)
+            model(ids)
+    assert model.config is config
+    assert model.model.layers[0].self_attn.config is config
+
+
+def test_records_follow_a_cropped_cache() -> None:
+    """As in assisted generation, which removes tokens that it rejects from the cache."""
+    model, ids = make_model(), tokens()
+    with integration.enable(model) as handle, torch.no_grad():
+        with handle.record() as expected:
+            model(ids, use_cache=False)
+        cache = transformers.DynamicCache(config=model.config)
+        with handle.record() as recorded:
+            model(torch.cat([ids[:, :20], ids[:, :5]], dim=1), past_key_values=cache)
+            cache.crop(-5)
+            model(ids[:, 20:], past_key_values=cache)
+    assert all(torch.equal(recorded[layer], expected[layer]) for layer in expected)
+
+
+class Flags(TorchDispatchMode):
+    """The argument `deterministic` of the operators that compute gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[bool]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = [argument.name for argument in func._schema.arguments]
+        if func.namespace == "dsa" and func._opname.endswith("_bwd"):
+            place = arguments.index("deterministic")
+            self.seen.setdefault(func._opname, set()).add(len(args) > place and args[place])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("deterministic", [None, True])
+def test_deterministic_gradients(deterministic: bool | None) -> None:
+    model, ids = make_model().train(), tokens()
+    with integration.enable(model, train_indexer=True, deterministic=deterministic), Flags() as flags:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    wanted = {bool(deterministic)}
+    assert flags.seen == {"sparse_mla_bwd": wanted, "indexer_scores_bwd": wanted}

@@ -291,13 +291,14 @@ def test_keys_that_very_many_slots_list_in_a_graph() -> None:
         assert all(torch.equal(a, b) for a, b in zip(captured, call(), strict=True))
 
 
-def test_deterministic_algorithms_imply_it() -> None:
+@pytest.mark.parametrize("by", ["torch", "argument"])
+def test_deterministic_gradients(by: str) -> None:
     inputs = make_inputs(1, 300, 1000, 64, 1, 200, device=DEVICE)
     expected = busy_call(inputs, deterministic=True)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(by == "torch")
     try:
         q, kv = inputs.q.clone().requires_grad_(), inputs.kv.clone().requires_grad_()
-        out = dsa_ext.sparse_mla(q, kv, inputs.indices, causal=False)
+        out = dsa_ext.sparse_mla(q, kv, inputs.indices, causal=False, deterministic=by == "argument")
         out.backward(normal(out.detach()))
     finally:
         torch.use_deterministic_algorithms(False)

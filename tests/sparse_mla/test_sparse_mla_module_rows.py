@@ -120,13 +120,25 @@ def test_errors() -> None:
         layer(x[:1], cu_seqlens=torch.tensor([0, 9]))
     with pytest.raises(ValueError, match=r"cu_seqlens must be int32 .* got list"):
         layer(x[:1], cu_seqlens=[0, 9])
-    with pytest.raises(ValueError, match=r"positions must be \[S=9\] or \[B=2, S\], got int64 \[8\]"):
+    with pytest.raises(ValueError, match=r"positions must be a tensor \[S=9\] or \[B=2, S\], got int64 \[8\]"):
         layer(x, positions=torch.arange(8))
     for options in ({"yarn": 40.0}, {"indexer": {"yarn": 40.0}}):
         with pytest.raises(TypeError, match="yarn must be a Yarn or None, got float"):
             make_layer(**options)
     with pytest.raises(ValueError, match=r"Yarn: factor must be at least 1, got 0\.5"):
         Yarn(0.5)
+    for wrong in ({"original_positions": 0}, {"beta_fast": 0.0}, {"beta_slow": -1.0}):
+        with pytest.raises(ValueError, match=f"Yarn: {next(iter(wrong))} must be positive, got"):
+            Yarn(40.0, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Yarn: beta_fast must be at least beta_slow=1\.0, got 0\.5"):
+        Yarn(40.0, beta_fast=0.5)
+    with pytest.raises(ValueError, match=r"SparseMLA: the base .* must be greater than 1 with yarn, got 1\.0"):
+        make_layer(yarn=Yarn(40.0), rope_theta=1.0)
+    with pytest.raises(ValueError, match=r"SparseMLA: positions must be a tensor .* got list"):
+        layer(x, positions=list(range(9)))
+    for ids in (torch.zeros(2, 8, 4).int(), torch.zeros(2, 9, 4), torch.zeros(2, 9, 0).int(), [[0]]):
+        with pytest.raises(ValueError, match=r"SparseMLA: ids must be int32 \[B=2, S=9, K\], got"):
+            layer(x, ids=ids)
     for options in ({"rope": "pairs"}, {"indexer": {"rope": "pairs"}}):
         with pytest.raises(ValueError, match="rope must be 'half' or 'interleaved', got 'pairs'"):
             make_layer(**options)

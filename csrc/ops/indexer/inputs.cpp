@@ -13,12 +13,6 @@ void check_heads(const char* op, int64_t heads, int64_t dim) {
 
 }  // namespace
 
-void check_positions(const char* op, const char* name, const Tensor& tensor, int dim) {
-  constexpr int64_t kMax = (int64_t{1} << 31) - (int64_t{1} << 26);
-  DSA_CHECK(tensor.size(dim) <= kMax, op, ": ", name, " must have at most 2^31 - 2^26 ", dim == 0 ? "rows" : "columns",
-            ", got ", describe(tensor));
-}
-
 void check_inputs(const char* op, Scoring& scoring) {
   const auto& [q, k, weights, starts, ends, k_scale] = scoring;
   check_tensor(op, "q", q, {ScalarType::Float8_e4m3fn, ScalarType::BFloat16}, {{"S"}, {"Hi"}, {"Di"}});

@@ -17,10 +17,6 @@ struct Scoring {
 // All checks that need no device. `op` is the qualified operator name. Makes `k_scale` dense.
 void check_inputs(const char* op, Scoring& scoring);
 
-// Checks that dimension `dim` of a tensor has at most 2^31 - 2^26 positions: kernels go on to the end of a tile, or of
-// a step of all threads, in 32 bits.
-void check_positions(const char* op, const char* name, const Tensor& tensor, int dim);
-
 // For the differentiable operators: q and k in bf16, weights.
 void check_rows(const char* op, const Tensor& q, const Tensor& k, const Tensor& weights);
 // The same and `indices`.

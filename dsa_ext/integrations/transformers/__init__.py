@@ -4,17 +4,17 @@
 of queries times keys is made: the model hands each layer the first and the last key that a query may see.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.monkey_patching import register_patch_mapping
 
-from dsa_ext.integrations.transformers.layers import REPLACEMENTS, Options, Precision, misfit
+from dsa_ext.integrations.transformers.layers import REPLACEMENTS, LossWithIndexer, Options, Precision, misfit
 from dsa_ext.integrations.transformers.masks import NAME
 
 __all__ = ["Handle", "enable", "register"]
@@ -34,10 +34,11 @@ class Handle:
             RuntimeError: there is none, since `train_indexer` is False, the last forward ran without gradients, or it
                 ran in transformers because of its mask.
         """
-        if not self._options.losses:
+        loss = self._options.indexer_loss()
+        if loss is None:
             why = "pass train_indexer=True, and run a forward with gradients and a mask of one interval per query"
             raise RuntimeError(f"there is no indexer loss: {why}")
-        return torch.stack(list(self._options.losses.values())).mean()
+        return loss
 
     @contextmanager
     def record(self) -> Iterator[dict[int, Tensor]]:
@@ -88,6 +89,7 @@ def enable(
     indexer: Precision = "bf16",
     train_indexer: bool = False,
     loss_coeff: float = 1.0,
+    deterministic: bool | None = None,
     strict: bool = True,
 ) -> Handle:
     """Makes the attention layers of a DeepSeek-V3.2 or GLM-MoE-DSA model run on the operators of this package.
@@ -102,6 +104,8 @@ def enable(
             2.1). Otherwise they get none, as in transformers.
         loss_coeff: with train_indexer, `loss_coeff` times the mean of the layers' losses is added to the loss that the
             model computes from labels. 0 if you add `Handle.indexer_loss` yourself.
+        deterministic: if True, the gradients of attention and of the indexers are deterministic (bitwise). By default
+            `torch.use_deterministic_algorithms` decides.
         strict: raise an error if a layer does not fit the operators. Otherwise such layers stay as they are.
 
     Returns:
@@ -115,21 +119,20 @@ def enable(
         raise ValueError(f"enable: indexer must be 'bf16' or 'fp8', got {indexer!r}")
     layers = {name: layer for name, layer in model.named_modules() if type(layer) in REPLACEMENTS}
     if any(type(layer) in REPLACEMENTS.values() for layer in model.modules()):
-        raise ValueError("enable: the model is enabled already; call disable() of its handle first")
+        raise ValueError("enable: the model is enabled or registered already; disable() its handle, or make it anew")
     if not layers:
         raise ValueError(f"enable: {type(model).__name__} has no layer of DeepseekV32 or GlmMoeDsa")
     reasons = {name: reason for name, layer in layers.items() if (reason := misfit(layer)) is not None}
     if reasons and strict:
         raise ValueError("enable: these layers do not fit:\n" + "\n".join(f"{n}: {r}" for n, r in reasons.items()))
 
-    options, undo = Options(indexer, train_indexer), list[Callable[[], None]]()
+    options, undo = Options(indexer, train_indexer, bool(deterministic)), list[Callable[[], None]]()
     for name, layer in layers.items():
         if name not in reasons:
             _replace(layer, options, undo)
     bases = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not reasons and bases:  # otherwise other layers of the model need masks
-        for config in {id(layer.config): layer.config for layer in layers.values()}.values():
-            _set(config, "_attn_implementation", NAME, undo)
+        _set_implementation(model, layers.values(), undo)
     selecting = [layer.layer_idx for name, layer in layers.items() if name not in reasons and layer.indexer is not None]
     handle = Handle(options, undo, selecting)
     if train_indexer and loss_coeff != 0:
@@ -137,13 +140,7 @@ def enable(
         if not heads:
             handle.disable()
             raise ValueError("enable: loss_coeff must be 0, since the model has no head that computes a loss")
-        plain = heads[0].loss_function
-
-        def with_indexer_loss(*args: Any, **kwargs: Any) -> Tensor:
-            loss: Tensor = plain(*args, **kwargs)
-            return loss + loss_coeff * handle.indexer_loss().to(loss) if options.losses else loss
-
-        _set(heads[0], "loss_function", with_indexer_loss, undo)
+        _set(heads[0], "loss_function", LossWithIndexer(heads[0].loss_function, options, loss_coeff), undo)
     return handle
 
 
@@ -158,6 +155,18 @@ def _set(target: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> 
     before = getattr(target, name)
     setattr(target, name, value)
     undo.append(lambda: setattr(target, name, before))
+
+
+def _set_implementation(model: nn.Module, layers: Iterable[Any], undo: list[Callable[[], None]]) -> None:
+    """Gives the model configs of its own, since those that it has may be another model's too."""
+    own: dict[int, Any] = {}
+    for shared in (layer.config for layer in layers):
+        if id(shared) not in own:
+            own[id(shared)] = config = copy.copy(shared)
+            config._attn_implementation = NAME
+    for module in model.modules():
+        if id(getattr(module, "config", None)) in own:
+            _set(module, "config", own[id(module.config)], undo)
 
 
 def _replace(layer: nn.Module, options: Options, undo: list[Callable[[], None]]) -> None:

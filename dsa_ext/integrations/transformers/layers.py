@@ -1,7 +1,7 @@
 """The attention layers of transformers' models on the operators."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,11 +31,47 @@ class Options:
 
     indexer: Precision = "bf16"
     train_indexer: bool = False
+    deterministic: bool = False
     #: The indexer's loss in the last forward, by layer.
     losses: dict[int, Tensor] = field(default_factory=dict)
     #: Where selections are recorded, and which are used instead of the indexer's, by layer.
     recorded: dict[int, Tensor] | None = None
     replayed: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def indexer_loss(self) -> Tensor | None:
+        """The mean over layers, or None if there is no loss."""
+        return torch.stack(list(self.losses.values())).mean() if self.losses else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the model: without what belongs to a forward pass."""
+        return vars(self) | {"losses": {}, "recorded": None, "replayed": {}}
+
+
+class LossWithIndexer:
+    """The loss function of a model, and `coeff` times the loss of its indexers."""
+
+    def __init__(self, plain: Callable[..., Tensor], options: Options, coeff: float) -> None:
+        self.plain, self.options, self.coeff = plain, options, coeff
+
+    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        loss = self.plain(logits, labels, *args, **kwargs)
+        added = self.options.indexer_loss()
+        if added is None:
+            if torch.is_grad_enabled():
+                warnings.warn(_NO_LOSS, stacklevel=2)
+            return loss
+        items = kwargs.get("num_items_in_batch")
+        if items is not None:  # one of several batches whose gradients are accumulated
+            targets = kwargs.get("shift_labels")
+            targets = labels[..., 1:] if targets is None else targets
+            added = added * (targets != kwargs.get("ignore_index", -100)).sum().to(added.device) / items
+        return loss + self.coeff * added.to(loss)
+
+
+_NO_LOSS = (
+    "dsa_ext: the indexers do not learn in this step, because their layers ran in transformers or without gradients; "
+    "gradient checkpointing must not be reentrant"
+)
 
 
 def misfit(layer: Any) -> str | None:
@@ -80,7 +116,8 @@ def _indexer_tensors(
     k = rotated(k, cos.to(k.dtype), sin.to(k.dtype), interleaved)
     if cache is not None:
         k = cache.update_indexer(k, indexer.layer_idx)
-    weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype)).float()
+    weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))
+    weights = weights if weights.dtype == torch.float64 else weights.float()
     return IndexerTensors(q, k, weights * (indexer.n_heads**-0.5 * indexer.softmax_scale))
 
 
@@ -133,27 +170,30 @@ def _attend(
             expected = f"int32 [{x.shape[0]}, {x.shape[1]}, K]"
             raise ValueError(f"replay: ids of layer {layer.layer_idx} must be {expected}, got {describe(ids)}")
         if options.recorded is not None:
-            _record(options.recorded, layer.layer_idx, ids, continues=past > 0)
+            _record(options.recorded, layer.layer_idx, ids, past)
     listed = ids[:, :, None]
     # The bounds also hold for ids that come from elsewhere.
     slots: Any = {"starts": bounds.starts, "ends": bounds.ends, "sm_scale": layer.scaling}
-    attended, lse = functional.sparse_mla(q, kv, listed, d_v=_LATENT, return_lse=True, **slots)
+    attended, lse = functional.sparse_mla(
+        q, kv, listed, d_v=_LATENT, deterministic=options.deterministic, return_lse=True, **slots
+    )
     out = layer.o_proj(multiply_heads(attended, value_weight.mT).flatten(2))
     if tensors is not None and trains:
         p = functional.attn_dist(q.detach(), kv.detach(), listed, lse.detach(), **slots)[:, :, 0]
         visible = (ids >= bounds.starts[..., None]) & (ids < bounds.ends[..., None])
-        scores, rows = scores_of_keys(tensors, ids), bounds.counts.to(p.dtype)
-        loss = functional.indexer_loss(scores, p, valid=visible, row_weights=rows)
+        scores = scores_of_keys(tensors, ids, options.deterministic)
+        loss = functional.indexer_loss(scores, p, valid=visible, row_weights=bounds.counts.to(p.dtype))
         if is_first:
             options.losses[layer.layer_idx] = loss
     return out, ids
 
 
-def _record(recorded: dict[int, Tensor], layer_idx: int, ids: Tensor, continues: bool) -> None:
-    if continues and layer_idx in recorded:
-        slots = max(recorded[layer_idx].shape[-1], ids.shape[-1])
-        parts = (pad(part, (0, slots - part.shape[-1]), value=-1) for part in (recorded[layer_idx], ids))
-        ids = torch.cat(list(parts), dim=1)
+def _record(recorded: dict[int, Tensor], layer_idx: int, ids: Tensor, past: int) -> None:
+    """Appends ids to those of the `past` tokens that are in the cache, of which some may have been removed again."""
+    if past > 0 and layer_idx in recorded:
+        before = recorded[layer_idx][:, :past]
+        slots = max(before.shape[-1], ids.shape[-1])
+        ids = torch.cat([pad(part, (0, slots - part.shape[-1]), value=-1) for part in (before, ids)], dim=1)
     recorded[layer_idx] = ids
 
 
@@ -218,6 +258,8 @@ class DsaGlmMoeDsaAttention(GlmMoeDsaAttention):
         **kwargs: Any,
     ) -> Any:
         shared = prev_topk_indices if self.skip_topk else None
+        if self.skip_topk and shared is None:
+            raise ValueError(f"layer {self.layer_idx} shares the indexer of an earlier layer: pass prev_topk_indices")
         done = _attend(self, hidden_states, position_embeddings, attention_mask, past_key_values, shared, True)
         if done is not None:
             return done[0], None, done[1]

@@ -10,7 +10,6 @@ from dsa_ext.testing.random_calls.call import (
     Args,
     Call,
     Results,
-    deterministic_algorithms,
     gradients,
     leaf,
     run_operator,
@@ -213,14 +212,12 @@ def indexer_dense_loss(draw: Draw) -> Args:
 
 
 def indexer_dense_loss_call(draw: Draw) -> Call:
-    """Only torch.use_deterministic_algorithms decides whether its dk is deterministic."""
-    args, deterministic = indexer_dense_loss(draw), draw.chance(0.5)
+    args = {**indexer_dense_loss(draw), "deterministic": draw.chance(0.5)}
+    unordered = () if args["deterministic"] else (2,)
 
     def run(a: Args) -> Results:
-        with deterministic_algorithms(deterministic):
-            return run_operator("indexer_dense_loss", a)
+        return run_operator("indexer_dense_loss", a)
 
-    unordered = () if deterministic else (2,)
     return Call("indexer_dense_loss", args, run, lambda r, a: check("indexer_dense_loss", r, a), unordered, draw.notes)
 
 
@@ -231,10 +228,9 @@ def functional_indexer_logits(draw: Draw) -> Call:
 
     def run(a: Args) -> Results:
         leaves = [leaf(a[name]) for name in ("q", "k", "weights")]
-        with deterministic_algorithms(deterministic):
-            q, k, weights = leaves
-            logits = functional.indexer_logits(q, k, weights, a["starts"], a["ends"])
-            return logits.detach(), *gradients([logits], [a["dlogits"]], leaves)
+        q, k, weights = leaves
+        logits = functional.indexer_logits(q, k, weights, a["starts"], a["ends"], deterministic=deterministic)
+        return logits.detach(), *gradients([logits], [a["dlogits"]], leaves)
 
     def judge(results: Results, a: Args) -> None:
         check("indexer_logits", results[:1], select(a, *_SCORING))
@@ -250,10 +246,9 @@ def functional_indexer_scores(draw: Draw) -> Call:
 
     def run(a: Args) -> Results:
         leaves = [leaf(a[name]) for name in ("q", "k", "weights")]
-        with deterministic_algorithms(deterministic):
-            q, k, weights = leaves
-            scores = functional.indexer_scores(q, k, weights, a["indices"])
-            return scores.detach(), *gradients([scores], [a["dscores"]], leaves)
+        q, k, weights = leaves
+        scores = functional.indexer_scores(q, k, weights, a["indices"], deterministic=deterministic)
+        return scores.detach(), *gradients([scores], [a["dscores"]], leaves)
 
     def judge(results: Results, a: Args) -> None:
         check("indexer_scores", results[:1], select(a, "q", "k", "weights", "indices"))
@@ -284,11 +279,11 @@ def functional_indexer_dense_loss(draw: Draw) -> Call:
     def run(a: Args) -> Results:
         leaves = [leaf(a[name]) for name in ("q", "k", "weights")]
         options = select(a, "row_weights", "sm_scale", "causal", "q_start", "starts", "ends")
-        with deterministic_algorithms(deterministic):
-            q, k, weights = leaves
-            main = (a["main_q"], a["main_kv"], a["lse"])
-            loss = functional.indexer_dense_loss(q, k, weights, *main, **options, reduction="sum")
-            return loss.detach(), *gradients([loss], [torch.ones_like(loss)], leaves)
+        options["deterministic"] = deterministic
+        q, k, weights = leaves
+        main = (a["main_q"], a["main_kv"], a["lse"])
+        loss = functional.indexer_dense_loss(q, k, weights, *main, **options, reduction="sum")
+        return loss.detach(), *gradients([loss], [torch.ones_like(loss)], leaves)
 
     def judge(results: Results, a: Args) -> None:
         check("indexer_dense_loss", results, a)

@@ -10,7 +10,6 @@ from dsa_ext.testing.random_calls.call import (
     Args,
     Call,
     Results,
-    deterministic_algorithms,
     gradients,
     leaf,
     run_operator,
@@ -119,11 +118,9 @@ def functional_sparse_mla(draw: Draw) -> Call:
     def run(a: Args) -> Results:
         leaves = [leaf(a[name]) for name in ("q", "kv", "attn_sink") if a[name] is not None]
         q, kv, *sink = leaves
-        with deterministic_algorithms(deterministic):
-            out, lse = functional.sparse_mla(
-                q, kv, a["indices"], **select(a, *_OPTIONS), attn_sink=sink[0] if sink else None, return_lse=True
-            )
-            return out.detach(), lse.detach(), *gradients([out, lse], [a["dout"], a["dlse"]], leaves)
+        options = {**select(a, *_OPTIONS), "attn_sink": sink[0] if sink else None, "deterministic": deterministic}
+        out, lse = functional.sparse_mla(q, kv, a["indices"], **options, return_lse=True)
+        return out.detach(), lse.detach(), *gradients([out, lse], [a["dout"], a["dlse"]], leaves)
 
     def judge(results: Results, a: Args) -> None:
         out, lse, dq, dkv, *d_sink = results

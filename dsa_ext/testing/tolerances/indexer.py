@@ -370,7 +370,7 @@ def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
     expected = [Expected("loss", loss, loss_off, loss_off, None, overflow, torch.ones_like(overflow))]
     if not gradients:
         return [*expected, *(Expected(n, q.new_empty(0), q.new_empty(0), q.new_empty(0), None) for n in _NAMES)]
-    # Whether it is deterministic depends on torch.use_deterministic_algorithms, not on an argument: assume it is.
+    # torch.use_deterministic_algorithms may have set `deterministic`: assume it did.
     rest = _dense_gradients({**index, "dlogits": dlogits}, dlogits_off, rows_are_rounded=True)
     for grad in rest:
         grad.free = overflow | (grad.free if grad.free is not None else overflow)

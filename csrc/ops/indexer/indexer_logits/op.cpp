@@ -9,7 +9,7 @@ namespace {
 constexpr char kOp[] = "dsa::indexer_logits";
 
 Tensor indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor starts, Tensor ends, std::optional<Tensor> k_scale,
-                      bool clean) {
+                      bool clean, bool /*deterministic: the backward*/) {
   indexer::Scoring scoring{q, k, weights, starts, ends, k_scale};
   indexer::check_inputs(kOp, scoring);
   const DeviceCall call(kOp, "q", q);

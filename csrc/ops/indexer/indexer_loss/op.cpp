@@ -4,7 +4,6 @@
 #include <tuple>
 
 #include "ops/indexer/indexer_loss/params.h"
-#include "ops/indexer/inputs.h"
 #include "torch/abi.h"
 
 namespace dsa::indexer_loss {
@@ -19,7 +18,7 @@ std::tuple<Tensor, Tensor> indexer_loss(Tensor scores, Tensor p, std::optional<T
   check_tensor(kOp, "p", p, ScalarType::Float, {{"R", rows}, {"K", slots}});
   if (valid) check_tensor(kOp, "valid", *valid, ScalarType::Bool, {{"R", rows}, {"K", slots}});
   if (row_weights) check_tensor(kOp, "row_weights", *row_weights, ScalarType::Float, {{"R", rows}});
-  indexer::check_positions(kOp, "scores", scores, 1);
+  check_positions(kOp, "scores", scores, 1);
   check_last_stride(kOp, "scores", scores);
   check_last_stride(kOp, "p", p);
   if (valid) check_last_stride(kOp, "valid", *valid);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr char kOp[] = "dsa::indexer_scores";
 
-Tensor indexer_scores(Tensor q, Tensor k, Tensor weights, Tensor indices) {
+Tensor indexer_scores(Tensor q, Tensor k, Tensor weights, Tensor indices, bool /*deterministic: the backward*/) {
   indexer::check_listed(kOp, q, k, weights, indices);
   const int64_t seq = q.size(0), heads = q.size(1), dim = q.size(2);
   const DeviceCall call(kOp, "q", q);

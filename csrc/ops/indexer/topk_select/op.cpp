@@ -1,7 +1,6 @@
 // dsa::topk_select on CUDA: argument checks, allocation, launch. Definition: docs/indexer/topk_select.md.
 #include <tuple>
 
-#include "ops/indexer/inputs.h"
 #include "ops/indexer/topk_select/config.h"
 #include "ops/indexer/topk_select/params.h"
 #include "torch/abi.h"
@@ -14,7 +13,7 @@ constexpr char kOp[] = "dsa::topk_select";
 std::tuple<Tensor, Tensor> topk_select(Tensor logits, Tensor starts, Tensor ends, int64_t topk) {
   check_tensor(kOp, "logits", logits, {ScalarType::Float, ScalarType::BFloat16}, {{"R"}, {"C"}});
   const int64_t rows = logits.size(0);
-  indexer::check_positions(kOp, "logits", logits, 1);
+  check_positions(kOp, "logits", logits, 1);
   check_tensor(kOp, "starts", starts, ScalarType::Int, {{"R", rows}});
   check_tensor(kOp, "ends", ends, ScalarType::Int, {{"R", rows}});
   check_topk(kOp, topk);

@@ -19,7 +19,8 @@ constexpr char kOp[] = "dsa::sparse_mla_fwd";
 std::tuple<Tensor, Tensor> sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, std::optional<double> sm_scale,
                                           int64_t d_v, bool causal, int64_t q_start, int64_t positions_per_key,
                                           std::optional<Tensor> topk_length, std::optional<Tensor> starts,
-                                          std::optional<Tensor> ends, std::optional<Tensor> attn_sink) {
+                                          std::optional<Tensor> ends, std::optional<Tensor> attn_sink,
+                                          bool /*deterministic: the backward*/) {
   const Options options{sm_scale, d_v, causal, q_start, positions_per_key, topk_length, starts, ends, attn_sink};
   check_inputs(kOp, q, kv, indices, options);
   const DeviceCall call(kOp, "q", q);
