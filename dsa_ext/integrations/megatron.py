@@ -7,12 +7,14 @@ go to the lower id on every rank. A hook that returns None declines the call, an
 Shapes are those of Megatron: S queries and T keys first, then the batch B.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dsa_ext import functional
+from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 
 #: The name of the backend in Megatron's arguments.
@@ -85,7 +87,7 @@ def run_fused_qk_topk_with_loss(
         query, key: of the absorbed attention, [S, B, H, 576] and [T, B, 1, 576]; no gradient reaches them.
         softmax_scale: factor on query.key.
         loss_coeff: factor on the loss.
-        pg_collection: its group `tp` divides the heads of `query`; the target is the sum over all of them.
+        pg_collection: its group `tp`, or None, divides the heads of `query`; the target is the sum over all of them.
         query_valid_rows: rows that count [B, S], bool.
         calculate_per_token_loss: return the sum over rows, not the mean.
     """
@@ -93,17 +95,10 @@ def run_fused_qk_topk_with_loss(
     if tensors is None or not _is_absorbed(query, key):
         return None
     ids = _select(tensors, index_topk, starts, ends)
-    with torch.no_grad():
-        main = query.transpose(0, 1), key.transpose(0, 1), ids[:, :, None]
-        options: Any = {"causal": False, "sm_scale": softmax_scale}
-        _, lse = functional.sparse_mla(*main, **options, return_lse=True)
-        target = functional.attn_dist(*main, lse, **options)[:, :, 0]
-        if pg_collection.tp.size() > 1:
-            torch.distributed.all_reduce(target, group=pg_collection.tp)
-    rows = None if query_valid_rows is None else query_valid_rows.to(target.dtype)
-    reduction: Any = "sum" if calculate_per_token_loss else "mean"
-    loss = functional.indexer_loss(scores_of_keys(tensors, ids), target, row_weights=rows, reduction=reduction)
-    return ids, None, loss * loss_coeff
+    attention = _Attention.of(query, key, softmax_scale)
+    _, lse = attention.to(ids)
+    losses = _Losses(_group_of(pg_collection), query_valid_rows, calculate_per_token_loss)
+    return ids, None, loss_coeff * losses.of_selected(tensors, attention, ids, lse)
 
 
 def run_fused_absorbed_sparse_attention(
@@ -131,6 +126,167 @@ def run_fused_absorbed_sparse_attention(
     return out.transpose(0, 1)
 
 
+def run_fused_dsa_attention(
+    *,
+    config: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    up_v_weight: Tensor | None,
+    q_indexer: Tensor,
+    k_indexer: Tensor,
+    indexer_weights: Tensor,
+    indexer_topk: int,
+    softmax_scale: float,
+    loss_coeff: float,
+    sparse_loss: bool,
+    calculate_per_token_loss: bool,
+    absorbed_mla: bool,
+    varlen_starts: Tensor | None,
+    varlen_ends: Tensor | None,
+    key_positions: Tensor | None,
+    query_valid_rows: Tensor | None,
+    use_relu: bool,
+    pg_collection: Any = None,
+    **layout: Any,
+) -> tuple[Tensor, Tensor] | None:
+    """Selection, attention to the selected keys and the indexer's loss together, so that attention is computed once:
+    outputs [S, B, H * v_head_dim], and the loss, 0 if loss_coeff is.
+
+    Args:
+        query, key: of the absorbed attention, [S, B, H, 576] and [T, B, 1, 576], with gradients.
+        up_v_weight: [H, v_head_dim, 512], by which outputs in the latent are multiplied.
+        q_indexer, k_indexer, indexer_weights, indexer_topk: as in run_fused_qk_topk.
+        sparse_loss: the loss is over the selected keys; otherwise over all keys that a query sees.
+        varlen_starts, varlen_ends: bounds of the keys of each query [S].
+        value, key_positions: must be None; otherwise the hook declines.
+        softmax_scale, loss_coeff, calculate_per_token_loss, query_valid_rows, pg_collection: as in
+            run_fused_qk_topk_with_loss.
+        config, layout: not used, except Megatron's arguments on packed sequences.
+    """
+    tensors = _indexer_tensors(q_indexer, k_indexer, indexer_weights, indexer_topk, use_relu, layout)
+    is_plain = absorbed_mla and value is None and key_positions is None and _is_absorbed(query, key)
+    if tensors is None or not is_plain or up_v_weight is None or up_v_weight.shape[-1] != _LATENT:
+        return None
+    if varlen_starts is None or varlen_ends is None:
+        return None
+    ids = _select(tensors, indexer_topk, varlen_starts, varlen_ends)
+    batched = query.transpose(0, 1), key.transpose(0, 1)
+    latent, lse = functional.sparse_mla(
+        *batched, ids[:, :, None], causal=False, sm_scale=softmax_scale, return_lse=True
+    )
+    out = multiply_heads(latent, up_v_weight.mT).flatten(2).transpose(0, 1)
+    if loss_coeff == 0 or not torch.is_grad_enabled():
+        return out, lse.new_zeros(())
+    attention = _Attention.of(query, key, softmax_scale)
+    losses = _Losses(_group_of(pg_collection), query_valid_rows, calculate_per_token_loss)
+    if sparse_loss:
+        return out, loss_coeff * losses.of_selected(tensors, attention, ids, lse.detach())
+    all_selected = indexer_topk >= key.shape[0]  # so lse is that of all keys
+    bounds = _bounds_of(tensors, varlen_starts, varlen_ends)
+    return out, loss_coeff * losses.of_all(tensors, attention, bounds, lse.detach() if all_selected else None)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The attention that the indexer learns from; no gradient reaches it."""
+
+    q: Tensor  # [B, S, H, 576]
+    kv: Tensor  # [B, T, 1, 576]
+    sm_scale: float
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, sm_scale: float) -> "_Attention":
+        return cls(query.detach().transpose(0, 1), key.detach().transpose(0, 1), sm_scale)
+
+    def to(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and lse."""
+        options: Any = {"causal": False, "sm_scale": self.sm_scale}
+        return functional.sparse_mla(self.q, self.kv, ids[:, :, None], **options, return_lse=True)
+
+    def lse_of_all(self, starts: Tensor, ends: Tensor) -> Tensor:
+        batch, keys = self.kv.shape[:2]
+        every = torch.arange(keys, device=self.q.device, dtype=torch.int32).expand(batch, self.q.shape[1], 1, keys)
+        options: Any = {"starts": starts, "ends": ends, "sm_scale": self.sm_scale}
+        return functional.sparse_mla(self.q, self.kv, every, **options, return_lse=True)[1]
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """Losses of the indexer, as sums over rows or means over those that count."""
+
+    group: Any  # of the ranks that hold the other heads, or None
+    valid_rows: Tensor | None  # [B, S]
+    is_sum: bool
+
+    def of_selected(self, tensors: IndexerTensors, attention: _Attention, ids: Tensor, lse: Tensor) -> Tensor:
+        options: Any = {"causal": False, "sm_scale": attention.sm_scale}
+        target = functional.attn_dist(attention.q, attention.kv, ids[:, :, None], lse, **options)[:, :, 0]
+        if self.group is not None:
+            torch.distributed.all_reduce(target, group=self.group)
+        weights = None if self.valid_rows is None else self.valid_rows.to(target.dtype)
+        reduction: Any = "sum" if self.is_sum else "mean"
+        return functional.indexer_loss(scores_of_keys(tensors, ids), target, row_weights=weights, reduction=reduction)
+
+    def of_all(
+        self, tensors: IndexerTensors, attention: _Attention, bounds: tuple[Tensor, Tensor], lse: Tensor | None
+    ) -> Tensor:
+        lse = attention.lse_of_all(*bounds) if lse is None else lse
+        rows = torch.ones_like(lse[:, :, 0]) if self.valid_rows is None else self.valid_rows.to(lse.dtype)
+        losses = []
+        for q, k, weights, *main, starts, ends in zip(
+            *tensors, attention.q, attention.kv[:, :, 0], lse, rows, *bounds, strict=True
+        ):
+            if self.group is None:
+                options: Any = {"sm_scale": attention.sm_scale, "starts": starts, "ends": ends, "reduction": "sum"}
+                losses.append(functional.indexer_dense_loss(q, k, weights, *main[:3], row_weights=main[3], **options))
+            else:
+                rest = starts, ends, attention.sm_scale, self.group
+                losses.append(_DenseLossOfGroup.apply(q, k, weights, *main, *rest))  # type: ignore[no-untyped-call]
+        count = 1 if self.is_sum else rows.sum().clamp(min=1)
+        mean: Tensor = torch.stack(losses).sum() / count
+        return mean
+
+
+class _DenseLossOfGroup(torch.autograd.Function):
+    """indexer_dense_loss, as a sum, with a target that is summed over the ranks of a group."""
+
+    _SCORES_AT_ONCE = 2**24
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        q, k, weights, main_q, main_kv, lse, row_weights, starts, ends, sm_scale, group = args
+        every = torch.arange(len(k), device=q.device, dtype=torch.int32)
+        loss: Tensor = lse.new_zeros(())
+        dq, dweights = torch.empty_like(q), torch.empty_like(weights)
+        dk = torch.zeros_like(k, dtype=lse.dtype)
+        step = max(1, _DenseLossOfGroup._SCORES_AT_ONCE // max(1, len(k)))
+        for run in (slice(first, first + step) for first in range(0, len(q), step)):
+            bounds: Any = {"starts": starts[run], "ends": ends[run]}
+            listed = every.expand(len(q[run]), -1)
+            target = functional.attn_dist(main_q[run], main_kv, listed, lse[run], sm_scale=sm_scale, **bounds)
+            torch.distributed.all_reduce(target, group=group)
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in (q[run], k, weights[run])]
+                scores = functional.indexer_logits(*leaves, **bounds)
+                of_run = functional.indexer_loss(scores, target, row_weights=row_weights[run], reduction="sum")
+            dq[run], more_dk, dweights[run] = torch.autograd.grad(of_run, leaves)
+            dk += more_dk
+            loss += of_run.detach()
+        ctx.save_for_backward(dq, dk.to(k.dtype), dweights)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        return *(gradient * dloss.to(gradient.dtype) for gradient in ctx.saved_tensors), *(None,) * 8
+
+
+def _group_of(pg_collection: Any) -> Any:
+    """The group of ranks that divide the heads, or None if one rank holds all."""
+    group = getattr(pg_collection, "tp", None)
+    return None if group is None or group.size() == 1 else group
+
+
 def _indexer_tensors(
     q: Tensor, k: Tensor, weights: Tensor, index_topk: int, use_relu: bool, layout: dict[str, Any]
 ) -> IndexerTensors | None:
@@ -146,7 +302,7 @@ def _indexer_tensors(
         and q.dtype in (torch.bfloat16, *([] if q.is_cuda else [torch.float32, torch.float64]))
         and q.shape[2] in _INDEXER_HEADS
         and q.shape[3] in _INDEXER_COLUMNS
-        and 1 <= index_topk <= _MAX_TOPK
+        and 1 <= min(index_topk, k.shape[0]) <= _MAX_TOPK
         and not holds_own_keys_only
     )
     if not fits:
@@ -170,6 +326,10 @@ def _is_absorbed(query: Tensor, key: Tensor) -> bool:
 
 
 def _select(tensors: IndexerTensors, index_topk: int, starts: Tensor, ends: Tensor) -> Tensor:
+    return select_keys(tensors, *_bounds_of(tensors, starts, ends), min(index_topk, tensors.k.shape[1]), "bf16")
+
+
+def _bounds_of(tensors: IndexerTensors, starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 [B, S]"""
     batch, seq = tensors.q.shape[:2]
-    starts, ends = (bound.int().expand(batch, seq) for bound in (starts, ends))
-    return select_keys(tensors, starts, ends, min(index_topk, tensors.k.shape[1]), "bf16")
+    return starts.int().expand(batch, seq), ends.int().expand(batch, seq)

@@ -27,6 +27,7 @@ def make(batch: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         "weights": normal(SEQ, batch, HI) * 0.1,
         "query": normal(SEQ, batch, HEADS, 576),
         "key": normal(KEYS, batch, 1, 576),
+        "up_v": normal(HEADS, 7, 512) * 0.1,
         "starts": torch.tensor([0, 0, 0, 0, 4, 4, 4, 4, 7], dtype=torch.int32),
         "ends": torch.tensor([1, 2, 3, 4, 5, 6, 10, 4, 12], dtype=torch.int32),
     }
@@ -56,6 +57,15 @@ def attention_of(a: dict[str, Tensor], ids: Tensor) -> Tensor:
     """Probabilities [B, H, S, T]."""
     scores = torch.einsum("sbhd,tbd->bhst", a["query"], a["key"][:, :, 0]) * SCALE
     return scores.masked_fill(~listed_mask(ids)[:, None], -torch.inf).softmax(-1).nan_to_num(0)
+
+
+def loss_of(a: dict[str, Tensor], target: Tensor, visible: Tensor, valid: Tensor | None, per_token: bool) -> Tensor:
+    """0.3 times the indexer's loss over the visible keys [B, S, T]."""
+    target = target / target.sum(-1, keepdim=True).clamp(min=1e-10)
+    log_p = scores_of(a).masked_fill(~visible, -torch.inf).log_softmax(-1)
+    rows = (torch.xlogy(target, target) - target * log_p.masked_fill(target == 0, 0)).sum(-1)
+    counts = torch.ones(rows.shape, dtype=torch.bool) if valid is None else valid
+    return 0.3 * (rows * counts).sum() / (1 if per_token else counts.sum())
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -96,13 +106,89 @@ def test_loss(batch: int, per_token: bool, masked: bool) -> None:
     ids, length, loss = result
     assert length is None
     target = attention_of(a, ids).sum(1)
-    target = target / target.sum(-1, keepdim=True).clamp(min=1e-10)
-    log_p = scores_of(a).masked_fill(~listed_mask(ids), -torch.inf).log_softmax(-1)
-    rows = (torch.xlogy(target, target) - target * log_p.masked_fill(target == 0, 0)).sum(-1)
-    counts = torch.ones(batch, SEQ, dtype=torch.bool) if valid is None else valid
-    expected = 0.3 * (rows * counts).sum() / (1 if per_token else counts.sum())
+    expected = loss_of(a, target, listed_mask(ids), valid, per_token)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
+
+
+def whole_of(a: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
+    """Arguments of run_fused_dsa_attention."""
+    tensors = {"query": a["query"], "key": a["key"], "up_v_weight": a["up_v"], "value": None}
+    indexer = {"q_indexer": a["q"], "k_indexer": a["k"], "indexer_weights": a["weights"], "indexer_topk": TOPK}
+    bounds = {"varlen_starts": a["starts"].long(), "varlen_ends": a["ends"].long(), "key_positions": None}
+    loss = {"loss_coeff": 0.3, "sparse_loss": True, "calculate_per_token_loss": False, "query_valid_rows": None}
+    options = {"softmax_scale": SCALE, "absorbed_mla": True, "use_relu": True, "pg_collection": None, "config": None}
+    return {**tensors, **indexer, **bounds, **loss, **options, **changes}
+
+
+@pytest.mark.parametrize("topk", [TOPK, KEYS])
+@pytest.mark.parametrize("sparse_loss", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_selection_attention_and_loss_together(topk: int, sparse_loss: bool, per_token: bool, masked: bool) -> None:
+    a = make(3)
+    leaves = [a[name].requires_grad_() for name in ("query", "key", "up_v", "q", "k", "weights")]
+    valid = torch.arange(3 * SEQ).view(3, SEQ) % 3 != 1 if masked else None
+    options = {"sparse_loss": sparse_loss, "calculate_per_token_loss": per_token, "query_valid_rows": valid}
+    result = megatron.run_fused_dsa_attention(**whole_of(a, indexer_topk=topk, **options))
+    assert result is not None
+    out, loss = result
+
+    split = megatron.run_fused_qk_topk(**indexer_of(a) | {"index_topk": topk})
+    assert split is not None
+    ids = split[0]
+    latent = torch.einsum("bhst,tbd->sbhd", attention_of(a, ids), a["key"][:, :, 0, :512])
+    expected_out = torch.einsum("sbhc,hdc->sbhd", latent, a["up_v"]).flatten(2)
+    torch.testing.assert_close(out, expected_out)
+
+    listed = ids if sparse_loss else torch.arange(KEYS, dtype=torch.int32).expand(3, SEQ, KEYS)
+    visible = listed_mask(listed) & (scores_of(a) > -torch.inf)
+    attention = torch.einsum("sbhd,tbd->bhst", a["query"], a["key"][:, :, 0]).detach() * SCALE
+    target = attention.masked_fill(~visible[:, None], -torch.inf).softmax(-1).nan_to_num(0).sum(1)
+    expected_loss = loss_of(a, target, visible, valid, per_token)
+    torch.testing.assert_close(loss, expected_loss)
+    upstream = torch.randn(out.shape, dtype=torch.float64)
+    got = torch.autograd.grad([out, loss], leaves, [upstream, torch.tensor(2.0, dtype=torch.float64)])
+    expected = (expected_out * upstream).sum() + 2 * expected_loss
+    torch.testing.assert_close(got, torch.autograd.grad(expected, leaves))
+
+
+def test_no_loss() -> None:
+    a = make(1)
+    with_coeff = whole_of(a, loss_coeff=0.0)
+    assert megatron.run_fused_dsa_attention(**with_coeff)[1] == 0  # type: ignore[index]
+    with torch.no_grad():
+        assert megatron.run_fused_dsa_attention(**whole_of(a))[1] == 0  # type: ignore[index]
+
+
+HEADS_OF_RANKS = (2, HEADS - 2)
+
+
+def of_one_rank(rank: int, folder: str) -> None:
+    """Compares the losses of two ranks that divide the heads with those of all heads."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        group = torch.distributed.group.WORLD
+        a = make(2)
+        indexer = [a[name].requires_grad_() for name in ("q", "k", "weights")]
+        own = slice(0, HEADS_OF_RANKS[0]) if rank == 0 else slice(HEADS_OF_RANKS[0], None)
+        part = {"query": a["query"][:, :, own], "up_v_weight": a["up_v"][own]}
+        for sparse_loss in (False, True):
+            options: Any = {"sparse_loss": sparse_loss, "calculate_per_token_loss": True}
+            _, expected = megatron.run_fused_dsa_attention(**whole_of(a, **options))  # type: ignore[misc]
+            options |= {"pg_collection": SimpleNamespace(tp=group)}
+            for at_once in (2**24, 3 * KEYS):  # in one run, and in runs of three queries
+                megatron._DenseLossOfGroup._SCORES_AT_ONCE = at_once
+                _, got = megatron.run_fused_dsa_attention(**whole_of(a, **part, **options))  # type: ignore[misc]
+                torch.testing.assert_close(got, expected)
+                gradients = [torch.autograd.grad(2 * loss, indexer, retain_graph=True) for loss in (got, expected)]
+                torch.testing.assert_close(*gradients)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_tensor_parallel_ranks(tmp_path: Any) -> None:
+    torch.multiprocessing.spawn(of_one_rank, (str(tmp_path),), nprocs=2)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -128,14 +214,19 @@ def test_calls_that_are_declined() -> None:
     a = make(1)
     indexer = indexer_of(a)
     packed = {"cp_size": 2, "single_packed_thd_sequence": True, "local_packed_cp_query_len": KEYS}
-    for changes in ({"use_relu": False}, {"q": a["q"][:, :, :4]}, {"index_topk": 5000}, {"k": a["k"].half()}, packed):
+    for changes in ({"use_relu": False}, {"q": a["q"][:, :, :4]}, {"k": a["k"].half()}, packed):
         assert megatron.run_fused_qk_topk(**indexer | changes) is None
-    assert megatron.run_fused_qk_topk(**indexer | packed | {"local_packed_cp_query_len": SEQ}) is not None
+    for changes in (packed | {"local_packed_cp_query_len": SEQ}, {"index_topk": 5000}):
+        assert megatron.run_fused_qk_topk(**indexer | changes) is not None
     ids = torch.zeros(1, SEQ, TOPK, dtype=torch.int32)
     run = megatron.run_fused_absorbed_sparse_attention
     assert run(a["query"], a["key"].expand(-1, -1, HEADS, -1), ids, SCALE, 512) is None
     assert run(a["query"][..., :192], a["key"][..., :192], ids, SCALE, 512) is None
     assert run(a["query"], a["key"], ids, SCALE, 128) is None
+    whole = megatron.run_fused_dsa_attention
+    declined = [{"absorbed_mla": False}, {"value": a["key"]}, {"up_v_weight": None}, {"use_relu": False}]
+    declined += [{"varlen_starts": None}, {"varlen_ends": None}, {"key_positions": a["starts"]}]
+    assert all(whole(**whole_of(a, **changes)) is None for changes in declined)
 
 
 def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
