@@ -121,7 +121,11 @@ def test_vmap_of_modules_is_a_loop(name: str) -> None:
         torch.testing.assert_close(*(torch.autograd.grad(total(results), several) for results in (got, expected)))
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(("FP8Linear", "LightningIndexer"))])
+#: Modules without a gradient, and one that runs on torch's attention.
+_NOT_REFUSED = ("FP8Linear", "LightningIndexer", "SparseMLA, dense")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(_NOT_REFUSED)])
 def test_gradient_transforms_of_modules_name_an_operator(name: str) -> None:
     module = make_module(name)
     x = make_input(module)
@@ -135,6 +139,13 @@ def test_gradient_transforms_of_modules_name_an_operator(name: str) -> None:
         torch.func.jvp(loss, (x,), (x,))
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"^dsa::.*: forward-mode differentiation"):
         loss(forward_ad.make_dual(x, x))
+
+
+def test_gradient_transforms_of_the_dense_phase() -> None:
+    module = make_module("SparseMLA, dense")
+    x = make_input(module).requires_grad_()
+    expected = torch.autograd.grad(module(x).out.square().sum(), x)[0]
+    torch.testing.assert_close(torch.func.grad(lambda x: module(x).out.square().sum())(x), expected)
 
 
 def test_transforms_of_rope() -> None:
