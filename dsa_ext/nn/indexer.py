@@ -87,11 +87,23 @@ class LightningIndexer(nn.Module):
         default."""
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        q = self._placed(self.wq_b(q_latent).unflatten(-1, (self.heads, self.head_dim)), positions)
-        k = self._placed(self.k_norm(self.wk(x)).to(q.dtype), positions)  # autocast computes norms in fp32
-        weights = self.weights_proj(x)
+        q, weights = self.queries(x, q_latent, positions)
+        return IndexerTensors(q, self.keys(x, positions), weights)
+
+    def queries(self, x: Tensor, q_latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, S, Hi, Di] and head weights [B, S, Hi]."""
+        return self.placed_queries(self.wq_b(q_latent), self.weights_proj(x), positions)
+
+    def placed_queries(self, q: Tensor, weights: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, from the results of both projections."""
+        q = self._placed(q.unflatten(-1, (self.heads, self.head_dim)), positions)
         weights = weights if weights.dtype == torch.float64 else weights.float()
-        return IndexerTensors(q, k, weights * (self.head_dim * self.heads) ** -0.5)
+        return q, weights * (self.head_dim * self.heads) ** -0.5
+
+    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Keys [B, S, Di]."""
+        k = self.wk(x)
+        return self._placed(self.k_norm(k).to(k.dtype), positions)  # autocast computes norms in fp32
 
     def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
         options: Any = {"columns": self.rope_dim, "layout": self.rope, "yarn": self.yarn}

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dsa_ext import functional
 from dsa_ext.nn.heads import absorbed_queries, multiply_heads
-from dsa_ext.nn.indexer import LightningIndexer, sequences
+from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
 from dsa_ext.ops._checks import describe
 
@@ -145,36 +145,21 @@ class SparseMLA(nn.Module):
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         if self.phase == "dense" and rows.bounds is None:
             return SparseMLAOutput(self.o_proj(self._dense(x, q_latent, rows).flatten(2)), None, None)
-        key_weight, value_weight = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank).split(
-            [self.nope_dim, self.v_dim], dim=1
-        )
-        q, kv = self._queries(q_latent, key_weight, rows), self._keys(x, rows)
         tensors = None
         if self.phase != "dense" and ids is None:
             tensors = self.indexer(x.detach(), q_latent.detach(), rows.positions)
-        if tensors is not None and self.phase == "sparse":
-            ids = self.indexer.select(tensors, self.topk, rows.bounds)
-        listed = _all_keys(x) if ids is None else ids[:, :, None]
-        latent, lse = self._attend(q, kv, listed, rows)
-        out = self.o_proj(multiply_heads(latent, value_weight.mT).flatten(2))
-        if tensors is None or not torch.is_grad_enabled():
-            return SparseMLAOutput(out, None, ids)
-        q, kv, lse = q.detach(), kv.detach(), lse.detach()
-        if ids is None:
-            each = sequences(*tensors, q, kv[:, :, 0], lse)
-            bounds = {name: bound[0] for name, bound in rows.visible().items()}
-            losses = [functional.indexer_dense_loss(*one, sm_scale=self.sm_scale, **bounds) for one in each]
-            return SparseMLAOutput(out, torch.stack(losses).mean(), None)
-        p = self._distribution(q, kv, listed, lse, rows)
-        return SparseMLAOutput(out, functional.indexer_loss(self.indexer.scores(tensors, ids), p), ids)
+        values, loss, ids = self._absorbed(
+            self._heads(q_latent), self._keys(x, rows), self.kv_b_proj.weight, tensors, ids, rows
+        )
+        return SparseMLAOutput(self.o_proj(values.flatten(2)), loss, ids)
 
     @torch.no_grad()
     def attention_to_all(self, x: Tensor) -> Tensor:
         """Weights of dense attention, averaged over heads: [B, S, S], fp32 (float64 for float64 inputs)."""
         rows = self._rows(x)
         key_weight = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank)[:, : self.nope_dim]
-        q, kv = self._queries(self.q_a_layernorm(self.q_a_proj(x)), key_weight, rows), self._keys(x, rows)
-        listed = _all_keys(x)
+        heads, kv = self._heads(self.q_a_layernorm(self.q_a_proj(x))), self._keys(x, rows)
+        q, listed = self._queries(heads, key_weight, rows), _all_keys(heads, kv)
         _, lse = self._attend(q, kv, listed, rows)
         return self._distribution(q, kv, listed, lse, rows)[..., : x.shape[1]] / self.heads
 
@@ -219,6 +204,44 @@ class SparseMLA(nn.Module):
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.sm_scale)
         return out.transpose(1, 2)
 
+    def _absorbed(
+        self,
+        heads: Tensor,
+        kv: Tensor,
+        kv_b: Tensor,
+        tensors: IndexerTensors | None,
+        ids: Tensor | None,
+        rows: "_Rows",
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Attention of each head in the absorbed form [B, S, H, v_dim], the indexer's loss, and the ids of the keys.
+
+        Args:
+            heads: queries of each head [B, S, H, nope_dim + rope_dim], without RoPE.
+            kv: keys [B, T, 1, kv_lora_rank + rope_dim].
+            kv_b: weight of kv_b_proj.
+            tensors: of the indexer; None if it does not run.
+            ids: selected keys; None if the indexer selects them, or if all keys are read.
+        """
+        key_weight, value_weight = kv_b.view(self.heads, -1, self.kv_lora_rank).split(
+            [self.nope_dim, self.v_dim], dim=1
+        )
+        q = self._queries(heads, key_weight, rows)
+        if tensors is not None and self.phase == "sparse":
+            ids = self.indexer.select(tensors, self.topk, rows.bounds)
+        listed = _all_keys(heads, kv) if ids is None else ids[:, :, None]
+        latent, lse = self._attend(q, kv, listed, rows)
+        values = multiply_heads(latent, value_weight.mT)
+        if tensors is None or not torch.is_grad_enabled():
+            return values, None, ids
+        q, kv, lse = q.detach(), kv.detach(), lse.detach()
+        if ids is not None:
+            p = self._distribution(q, kv, listed, lse, rows)
+            return values, functional.indexer_loss(self.indexer.scores(tensors, ids), p), ids
+        each = sequences(*tensors, q, kv[:, :, 0], lse)
+        bounds = {name: bound[0] for name, bound in rows.visible().items()}  # equal for all sequences of a batch
+        losses = [functional.indexer_dense_loss(*one, sm_scale=self.sm_scale, **bounds) for one in each]
+        return values, torch.stack(losses).mean(), None
+
     def _attend(self, q: Tensor, kv: Tensor, listed: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor]:
         """Attention to the listed keys: outputs in the latent [B, S, H, kv_lora_rank] and lse [B, S, H]."""
         return functional.sparse_mla(
@@ -229,9 +252,8 @@ class SparseMLA(nn.Module):
         """Attention weights of the listed keys, summed over heads [B, S, K]."""
         return functional.attn_dist(q, kv, listed, lse, sm_scale=self.sm_scale, **rows.visible())[:, :, 0]
 
-    def _queries(self, q_latent: Tensor, key_weight: Tensor, rows: "_Rows") -> Tensor:
+    def _queries(self, heads: Tensor, key_weight: Tensor, rows: "_Rows") -> Tensor:
         """Queries of the absorbed form [B, S, H, kv_lora_rank + rope_dim]: heads projected to the latent's columns."""
-        heads = self._heads(q_latent)
         tables = rope_tables(heads, rows.positions, self.rope_theta, self.rope_dim, self.yarn)
         return absorbed_queries(heads, key_weight, *tables, self.rope == "interleaved")
 
@@ -259,13 +281,19 @@ class _Rows(NamedTuple):
     positions: Tensor  # for RoPE, [S] or [B, S]
     bounds: tuple[Tensor, Tensor] | None  # the first key and the one after the last that a query sees, int32 [B, S]
 
+    def at(self, rows: Tensor, batch: int) -> "_Rows":
+        """Those of these rows, with bounds."""
+        row = torch.arange(self.positions.shape[-1], device=rows.device, dtype=torch.int32)
+        starts, ends = (torch.zeros_like(row), row + 1) if self.bounds is None else (bound[0] for bound in self.bounds)
+        return _Rows(self.positions[..., rows], (starts[rows].expand(batch, -1), ends[rows].expand(batch, -1)))
+
     def visible(self) -> dict[str, Any]:
         """Arguments of the attention's operators."""
         return {} if self.bounds is None else {"starts": self.bounds[0], "ends": self.bounds[1]}
 
 
-def _all_keys(x: Tensor) -> Tensor:
-    """Ids of all S keys for each query [B, S, 1, S], expanded from one row in memory. At least one slot: the operators
+def _all_keys(heads: Tensor, kv: Tensor) -> Tensor:
+    """Ids of all T keys for each query [B, S, 1, T], expanded from one row in memory. At least one slot: the operators
     take no empty rows."""
-    batch, seq = x.shape[:2]
-    return torch.arange(max(1, seq), device=x.device, dtype=torch.int32).expand(batch, seq, 1, -1)
+    (batch, seq), keys = heads.shape[:2], kv.shape[1]
+    return torch.arange(max(1, keys), device=kv.device, dtype=torch.int32).expand(batch, seq, 1, -1)

@@ -1,0 +1,152 @@
+"""SparseMLA on several ranks: tensor parallel projections with attention that is parallel over queries, and sequences
+that are divided among ranks (context parallelism)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dsa_ext.distributed.collectives import (
+    Group,
+    all_heads,
+    all_rows,
+    heads_for_rows,
+    rank_in,
+    rows_for_heads,
+    shared,
+    size_of,
+    summed,
+)
+from dsa_ext.distributed.shares import Order, Shares, shares_of
+from dsa_ext.nn.indexer import IndexerTensors
+from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput, _Rows
+
+
+class ParallelSparseMLA(SparseMLA):
+    """What `parallelize` makes of a SparseMLA. See there."""
+
+    _tp: Group
+    _cp: Group
+    _order: Order
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        *,
+        seq_len: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        ids: Tensor | None = None,
+    ) -> SparseMLAOutput:
+        """
+        Args:
+            x: this rank's rows of the sequences [B, S_r, hidden_size], those of `rows_of_rank`; equal on all ranks of
+                the tensor-parallel group.
+            seq_len: length S of the whole sequences; by default S_r times the ranks that divide them.
+            cu_seqlens: as in SparseMLA.forward, with rows of the whole sequence.
+            ids: as in SparseMLA.forward, for this rank's queries.
+
+        Returns:
+            SparseMLAOutput. `out` has the rows of x; the loss is that of all queries, equal on all ranks. `ids` are the
+            keys, as rows of the whole sequence, of the queries whose attention this rank computes.
+        """
+        in_context = size_of(self._cp)
+        seq_len = x.shape[1] * in_context if seq_len is None else seq_len
+        context = shares_of(seq_len, in_context, self._order, x.device)
+        held = context.rows(rank_in(self._cp))
+        if x.dim() != 3 or x.shape[1] != len(held):
+            raise ValueError(f"SparseMLA: x must have {len(held)} of {seq_len} rows on this rank, got {list(x.shape)}")
+        among_heads = shares_of(len(held), size_of(self._tp), "zigzag", x.device)
+        own = among_heads.rows(rank_in(self._tp))
+        whole = self._rows(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
+        here, queries = whole.at(held, x.shape[0]), whole.at(held[own], x.shape[0])
+
+        q_latent = self.q_a_layernorm(self.q_a_proj(x))
+        heads = nn.functional.linear(shared(q_latent, self._tp), _local(self.q_b_proj.weight))
+        heads = heads.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        heads = rows_for_heads(heads, among_heads, self._tp)
+        kv = shared(all_rows(self._keys(x, here), context, self._cp), self._tp)
+        kv_b = all_heads(_local(self.kv_b_proj.weight), self._tp)
+        tensors = None
+        if self.phase != "dense" and ids is None:
+            tensors = self._indexer_tensors(x.detach(), q_latent.detach(), here, queries, own, context)
+        values, loss, ids = self._absorbed(heads, kv, kv_b, tensors, ids, queries)
+
+        values = heads_for_rows(values, among_heads, self._tp).flatten(2)
+        out = summed(nn.functional.linear(values, _local(self.o_proj.weight)), self._tp)
+        if loss is not None:
+            loss = summed(summed(loss * (len(own) / max(1, seq_len)), self._tp), self._cp)
+        return SparseMLAOutput(out, loss, ids)
+
+    def rows_of_rank(self, seq_len: int) -> Tensor:
+        """The rows of sequences of this length that this rank holds, ascending; on the CPU."""
+        shares = shares_of(seq_len, size_of(self._cp), self._order, torch.device("cpu"))
+        return shares.rows(rank_in(self._cp))
+
+    def _indexer_tensors(
+        self, x: Tensor, q_latent: Tensor, here: _Rows, queries: _Rows, own: Tensor, context: Shares
+    ) -> IndexerTensors:
+        k = shared(all_rows(self.indexer.keys(x, here.positions), context, self._cp), self._tp)
+        # Each rank has a part of the gradients of these weights.
+        wq_b, weights_proj = (shared(p.weight, self._tp) for p in (self.indexer.wq_b, self.indexer.weights_proj))
+        q, weights = nn.functional.linear(q_latent[:, own], wq_b), nn.functional.linear(x[:, own], weights_proj)
+        q, weights = self.indexer.placed_queries(q, weights, queries.positions)
+        return IndexerTensors(q, k, weights)
+
+
+def parallelize(
+    layer: SparseMLA,
+    mesh: DeviceMesh,
+    *,
+    tensor: str | None = None,
+    context: str | None = None,
+    order: Order = "zigzag",
+) -> ParallelSparseMLA:
+    """Runs a layer on the ranks of a mesh. Changes the layer in place, and returns it.
+
+    Along the dimension `tensor` of the mesh `q_b_proj`, `kv_b_proj` and `o_proj` are divided by heads. Attention is
+    divided by queries instead: queries of all heads come by an all-to-all, so that every rank computes whole rows of
+    the indexer, of attention and of the loss, and the outputs of heads go back. Along the dimension `context` the rows
+    of a sequence are divided: the latent keys and the keys of the indexer are gathered.
+
+    Weights that are divided become DTensors, the others stay as they are. Gradients of the others are complete within
+    the tensor-parallel group; along `context` they are those of this rank's rows, as in data parallelism: FSDP or DDP
+    over that dimension, or an all-reduce, adds them up.
+
+    Args:
+        layer: equal on all ranks.
+        mesh: of the ranks; dimensions that are not named have no effect.
+        tensor, context: names of dimensions of the mesh.
+        order: how rows are divided along `context`: "zigzag" gives all ranks the same work, "contiguous" neighboring
+            rows.
+
+    Raises:
+        ValueError: the mesh has no such dimension, or the heads cannot be divided among its ranks.
+    """
+    names = mesh.mesh_dim_names or ()
+    for argument, name in (("tensor", tensor), ("context", context)):
+        if name is not None and name not in names:
+            raise ValueError(f"parallelize: {argument} must be a dimension of the mesh, one of {names}, got {name!r}")
+    if order not in ("zigzag", "contiguous"):
+        raise ValueError(f"parallelize: order must be 'zigzag' or 'contiguous', got {order!r}")
+    ranks = 1 if tensor is None else mesh[tensor].size()
+    if layer.heads % ranks != 0:
+        raise ValueError(f"parallelize: the layer's heads must be a multiple of {ranks} ranks, got {layer.heads}")
+    layer.__class__ = ParallelSparseMLA
+    assert isinstance(layer, ParallelSparseMLA)
+    layer._order = order
+    layer._tp, layer._cp = (
+        None if name is None or mesh[name].size() == 1 else mesh[name].get_group() for name in (tensor, context)
+    )
+    if layer._tp is not None:
+        assert tensor is not None
+        for name, dim in (("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
+            projection = getattr(layer, name)
+            weight = distribute_tensor(projection.weight.detach(), mesh[tensor], [Shard(dim)])
+            projection.weight = nn.Parameter(weight, requires_grad=projection.weight.requires_grad)
+    return layer
+
+
+def _local(weight: Any) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,0 +1,52 @@
+"""Which rows of a sequence each rank holds."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Order = Literal["zigzag", "contiguous"]
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Rows are numbered in the order of the sequence; places in the order of ranks, and of rows within a rank."""
+
+    sizes: tuple[int, ...]  # rows by rank
+    row_of_place: Tensor  # [S]
+    place_of_row: Tensor  # [S]
+    padded_place_of_row: Tensor  # [S], if each rank had as many places as the largest share
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes)
+
+    def rows(self, rank: int) -> Tensor:
+        """The rows of a rank, ascending."""
+        parts: tuple[Tensor, ...] = self.row_of_place.split(self.sizes)
+        return parts[rank]
+
+
+@lru_cache(maxsize=64)
+def shares_of(seq: int, ranks: int, order: Order, device: torch.device) -> Shares:
+    """Equal shares, up to one or two rows, of a sequence of `seq` rows.
+
+    With "zigzag", rank r has parts r and 2 ranks - 1 - r of 2 ranks equal parts: where a query reads the keys before
+    it, all ranks then have the same work.
+    """
+    row = torch.arange(seq)
+    if order == "zigzag":
+        parts = row.tensor_split(2 * ranks)
+        rows = [torch.cat([parts[rank], parts[-1 - rank]]) for rank in range(ranks)]
+    else:
+        rows = list(row.tensor_split(ranks))
+    row_of_place = torch.cat(rows)
+    place_of_row = torch.empty_like(row_of_place)
+    place_of_row[row_of_place] = row
+    sizes = tuple(len(part) for part in rows)
+    before = torch.tensor([rank * max(sizes) - sum(sizes[:rank]) for rank in range(ranks)])
+    padding = before.repeat_interleave(torch.tensor(sizes))  # by place
+    padded = place_of_row + padding[place_of_row]
+    return Shares(sizes, *(t.to(device) for t in (row_of_place, place_of_row, padded)))

@@ -1,0 +1,117 @@
+"""SparseMLA on several ranks, with gloo on the CPU, against one rank."""
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dsa_ext.distributed import parallelize
+from dsa_ext.distributed.shares import shares_of
+from dsa_ext.nn import SparseMLA
+
+HIDDEN, HEADS, BATCH = 48, 12, 2
+
+
+def make_layer(phase: Any = "sparse") -> SparseMLA:
+    torch.manual_seed(0)
+    indexer = {"heads": 16, "head_dim": 64, "precision": "bf16"}
+    sizes = {"q_lora_rank": 32, "nope_dim": 16, "v_dim": 24, "topk": 5}
+    return SparseMLA(HIDDEN, HEADS, **sizes, indexer=indexer, phase=phase, dtype=torch.float64)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def compare(layer: SparseMLA, parallel: Any, cp: Any, seq: int, phase: Any, packed: bool) -> None:
+    """One step of both layers: outputs, losses, selections and all gradients."""
+    layer.phase = parallel.phase = phase
+    x, dout = normal(BATCH, seq, HIDDEN), normal(BATCH, seq, HIDDEN).flip(0)
+    options: dict[str, Any] = {}
+    if packed:
+        x, dout = x[:1], dout[:1]
+        options["cu_seqlens"] = torch.tensor([0, seq // 3, seq // 3, seq], dtype=torch.int32)
+    x.requires_grad_()
+    expected = layer(x, **options)
+    total = (expected.out * dout).sum() + (0 if expected.indexer_loss is None else 3 * expected.indexer_loss)
+    layer.zero_grad()
+    total.backward()
+    assert x.grad is not None
+
+    held = parallel.rows_of_rank(seq)
+    own = x.detach()[:, held].requires_grad_()
+    got = parallel(own, seq_len=seq, **options)
+    torch.testing.assert_close(got.out, expected.out[:, held])
+    assert (got.indexer_loss is None) == (expected.indexer_loss is None)
+    total = (got.out * dout[:, held]).sum()
+    if expected.indexer_loss is not None:
+        torch.testing.assert_close(got.indexer_loss, expected.indexer_loss)
+        total = total + 3 * got.indexer_loss
+    if phase == "sparse":
+        ranks = 1 if parallel._tp is None else dist.get_world_size(parallel._tp)
+        rank = 0 if parallel._tp is None else dist.get_rank(parallel._tp)
+        queries = held[shares_of(len(held), ranks, "zigzag", torch.device("cpu")).rows(rank)]
+        assert torch.equal(got.ids, expected.ids[:, queries])
+    parallel.zero_grad()
+    total.backward()
+    torch.testing.assert_close(own.grad, x.grad[:, held])
+    for (name, p), q in zip(layer.named_parameters(), parallel.parameters(), strict=True):
+        gradient = q.grad.full_tensor() if isinstance(q.grad, DTensor) else q.grad
+        assert (p.grad is None) == (gradient is None), name
+        if gradient is not None:
+            if cp is not None:
+                gradient = gradient.clone()
+                dist.all_reduce(gradient, group=cp)
+            torch.testing.assert_close(gradient, p.grad, msg=name)
+
+
+def run(rank: int, tensor: int, context: int, order: Any, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=tensor * context)
+    try:
+        mesh = init_device_mesh("cpu", (context, tensor), mesh_dim_names=("cp", "tp"))
+        layer = make_layer()
+        parallel = parallelize(make_layer(), mesh, tensor="tp", context="cp", order=order)
+        cp = mesh["cp"].get_group() if context > 1 else None
+        for phase, seq, packed in itertools.product(("sparse", "warmup", "dense"), (24, 17, 3), (False, True)):
+            compare(layer, parallel, cp, seq, phase, packed)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "order"),
+    [
+        (1, 1, "zigzag"), (2, 1, "zigzag"), (3, 1, "zigzag"), (4, 1, "zigzag"), (1, 2, "zigzag"), (1, 3, "contiguous"),
+        (1, 4, "zigzag"), (2, 2, "zigzag"), (2, 2, "contiguous"),
+    ],
+)  # fmt: skip
+def test_like_one_rank(tensor: int, context: int, order: str, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run, (tensor, context, order, str(tmp_path)), nprocs=tensor * context)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_shares(order: Any) -> None:
+    for seq, ranks in itertools.product((0, 1, 5, 24, 31), (1, 2, 3, 4)):
+        shares = shares_of(seq, ranks, order, torch.device("cpu"))
+        rows = [shares.rows(rank) for rank in range(ranks)]
+        assert torch.equal(torch.cat(rows).sort().values, torch.arange(seq))
+        assert torch.equal(shares.row_of_place[shares.place_of_row], torch.arange(seq))
+        assert max(shares.sizes) - min(shares.sizes) <= 2
+        padded = torch.full((ranks, shares.largest), -1)
+        for rank, own in enumerate(rows):
+            assert torch.equal(own, own.sort().values)
+            padded[rank, : len(own)] = own
+        if seq:
+            assert torch.equal(padded.flatten()[shares.padded_place_of_row], torch.arange(seq))
+        if order == "zigzag" and seq == 24:
+            work = [int((own + 1).sum()) for own in rows]
+            assert max(work) - min(work) <= seq / ranks
