@@ -23,12 +23,13 @@ def rank_in(group: Group) -> int:
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, from which all of them compute the same: its gradient is that of each rank."""
+    """The sum over ranks, in the dtype of x, from which all of them compute the same: its gradient is that of each."""
     return x if group is None else _Sum.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def shared(x: Tensor, group: Group) -> Tensor:
-    """A tensor that is equal on all ranks, from which each computes something else: its gradient is their sum."""
+    """A tensor that is equal on all ranks, from which each computes something else: its gradient is the sum, in fp32 at
+    least, of theirs."""
     return x if group is None else _Share.apply(x, group)  # type: ignore[no-untyped-call]
 
 
@@ -77,7 +78,9 @@ def _all_gather(x: Tensor, group: Group) -> Tensor:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _reduce(x, group)
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:

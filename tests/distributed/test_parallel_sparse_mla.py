@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dsa_ext.distributed import parallelize
@@ -81,7 +84,12 @@ def run(rank: int, tensor: int, context: int, order: Any, folder: str) -> None:
         layer = make_layer()
         parallel = parallelize(make_layer(), mesh, tensor="tp", context="cp", order=order)
         cp = mesh["cp"].get_group() if context > 1 else None
-        for phase, seq, packed in itertools.product(("sparse", "warmup", "dense"), (24, 17, 3), (False, True)):
+        inputs = (
+            (24, False),
+            (17, True),
+            (3, False),
+        )  # rows, and whether they are packed sequences; some ranks have none
+        for phase, (seq, packed) in itertools.product(("sparse", "warmup", "dense"), inputs):
             compare(layer, parallel, cp, seq, phase, packed)
     finally:
         dist.destroy_process_group()
@@ -96,6 +104,89 @@ def run(rank: int, tensor: int, context: int, order: Any, folder: str) -> None:
 )  # fmt: skip
 def test_like_one_rank(tensor: int, context: int, order: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(run, (tensor, context, order, str(tmp_path)), nprocs=tensor * context)
+
+
+def save_or_load(rank: int, ranks: int, save: bool, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
+    try:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        layer = make_layer()
+        if not save:
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.zero_()
+        parallel = parallelize(layer, mesh, tensor="tp")
+        state = parallel.state_dict()
+        if save:
+            checkpoint.save(state, checkpoint_id=f"{folder}/state", no_dist=False)
+        else:
+            checkpoint.load(state, checkpoint_id=f"{folder}/state")
+            parallel.load_state_dict(state)
+            x = normal(BATCH, 17, HIDDEN)
+            torch.testing.assert_close(parallel(x).out, make_layer()(x).out)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_checkpoints_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(save_or_load, (2, True, str(tmp_path)), nprocs=2)
+    for ranks in (1, 3):
+        torch.multiprocessing.spawn(save_or_load, (ranks, False, str(tmp_path)), nprocs=ranks)
+
+
+def train_sharded(rank: int, checkpointed: bool, folder: str) -> None:
+    """Two steps with parameters sharded over data-parallel ranks, each of which is a tensor-parallel group."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plain, layer = make_layer(), parallelize(make_layer(), mesh, tensor="tp")
+        parallel = fully_shard(layer, mesh=mesh["dp"])
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in (plain, parallel)]
+        x = normal(2, 12, HIDDEN)
+        for _ in range(2):
+            out, loss, _ = plain(x)
+            (out.square().mean() + loss).backward()
+            own = x[mesh["dp"].get_local_rank()][None]
+            if checkpointed:
+                own.requires_grad_()
+                out, loss, _ = torch.utils.checkpoint.checkpoint(parallel, own, use_reentrant=False)
+            else:
+                out, loss, _ = parallel(own)
+            (out.square().mean() + loss).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, p), q in zip(plain.named_parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(q.full_tensor(), p, msg=name)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_fully_shard(checkpointed: bool, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(train_sharded, (checkpointed, str(tmp_path)), nprocs=4)
+
+
+def test_errors() -> None:
+    with pytest.raises(
+        ValueError, match=r"parallelize: tensor must be a dimension of the mesh, one of \('tp',\), got 'x'"
+    ):
+        one_rank(lambda mesh: parallelize(make_layer(), mesh, tensor="x"))
+    with pytest.raises(ValueError, match="parallelize: order must be 'zigzag' or 'contiguous', got 'random'"):
+        one_rank(lambda mesh: parallelize(make_layer(), mesh, order="random"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x must have 6 of 6 rows on this rank, got \[2, 5, 48\]"):
+        one_rank(lambda mesh: parallelize(make_layer(), mesh)(normal(2, 5, HIDDEN), seq_len=6))
+
+
+def one_rank(call: Any) -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        call(init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
