@@ -1,12 +1,15 @@
 """SparseMLA on several ranks: tensor parallel projections with attention that is parallel over queries, and sequences
 that are divided among ranks (context parallelism)."""
 
+import hashlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.functional import linear
 
 from dsa_ext.distributed.collectives import (
     Group,
@@ -22,6 +25,7 @@ from dsa_ext.distributed.collectives import (
 from dsa_ext.distributed.shares import Order, Shares, shares_of
 from dsa_ext.nn.indexer import IndexerTensors
 from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput, _Rows
+from dsa_ext.ops._checks import describe
 
 
 class ParallelSparseMLA(SparseMLA):
@@ -63,8 +67,12 @@ class ParallelSparseMLA(SparseMLA):
         here, queries = whole.at(held, x.shape[0]), whole.at(held[own], x.shape[0])
 
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
-        heads = nn.functional.linear(shared(q_latent, self._tp), _local(self.q_b_proj.weight))
+        heads = linear(shared(q_latent, self._tp), _local(self.q_b_proj.weight))
         heads = heads.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        if self.phase == "dense" and whole.bounds is None and self._cp is None:
+            latent, k_rope = (shared(key, self._tp) for key in self._latent_keys(x, here))
+            values = self._dense(heads, latent, k_rope, _local(self.kv_b_proj.weight), here)
+            return SparseMLAOutput(self._out(values), None, None)
         heads = rows_for_heads(heads, among_heads, self._tp)
         kv = shared(all_rows(self._keys(x, here), context, self._cp), self._tp)
         kv_b = all_heads(_local(self.kv_b_proj.weight), self._tp)
@@ -73,11 +81,14 @@ class ParallelSparseMLA(SparseMLA):
             tensors = self._indexer_tensors(x.detach(), q_latent.detach(), here, queries, own, context)
         values, loss, ids = self._absorbed(heads, kv, kv_b, tensors, ids, queries)
 
-        values = heads_for_rows(values, among_heads, self._tp).flatten(2)
-        out = summed(nn.functional.linear(values, _local(self.o_proj.weight)), self._tp)
+        out = self._out(heads_for_rows(values, among_heads, self._tp))
         if loss is not None:
             loss = summed(summed(loss * (len(own) / max(1, seq_len)), self._tp), self._cp)
         return SparseMLAOutput(out, loss, ids)
+
+    def _out(self, values: Tensor) -> Tensor:
+        """The output, from those of this rank's heads."""
+        return summed(linear(values.flatten(2), _local(self.o_proj.weight)), self._tp)
 
     def rows_of_rank(self, seq_len: int) -> Tensor:
         """The rows of sequences of this length that this rank holds, ascending; on the CPU."""
@@ -90,7 +101,7 @@ class ParallelSparseMLA(SparseMLA):
         k = shared(all_rows(self.indexer.keys(x, here.positions), context, self._cp), self._tp)
         # Each rank has a part of the gradients of these weights.
         wq_b, weights_proj = (shared(p.weight, self._tp) for p in (self.indexer.wq_b, self.indexer.weights_proj))
-        q, weights = nn.functional.linear(q_latent[:, own], wq_b), nn.functional.linear(x[:, own], weights_proj)
+        q, weights = linear(q_latent[:, own], wq_b), linear(x[:, own], weights_proj)
         q, weights = self.indexer.placed_queries(q, weights, queries.positions)
         return IndexerTensors(q, k, weights)
 
@@ -122,7 +133,8 @@ def parallelize(
             rows.
 
     Raises:
-        ValueError: the mesh has no such dimension, or the heads cannot be divided among its ranks.
+        ValueError: the mesh has no such dimension, the heads cannot be divided among its ranks, or the layers of the
+            ranks differ in shape, dtype or options; then all ranks raise it.
     """
     names = mesh.mesh_dim_names or ()
     for argument, name in (("tensor", tensor), ("context", context)):
@@ -139,6 +151,8 @@ def parallelize(
     layer._tp, layer._cp = (
         None if name is None or mesh[name].size() == 1 else mesh[name].get_group() for name in (tensor, context)
     )
+    for group in (layer._tp, layer._cp):
+        _check_equal(layer, group, mesh.device_type)
     if layer._tp is not None:
         assert tensor is not None
         for name, dim in (("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
@@ -146,6 +160,21 @@ def parallelize(
             weight = distribute_tensor(projection.weight.detach(), mesh[tensor], [Shard(dim)])
             projection.weight = nn.Parameter(weight, requires_grad=projection.weight.requires_grad)
     return layer
+
+
+def _check_equal(layer: ParallelSparseMLA, group: Group, device: str) -> None:
+    """Raises an error on all ranks of a group if their layers differ, since their collectives would wait forever."""
+    if group is None:
+        return
+    weights = [f"{name} {describe(parameter)}" for name, parameter in layer.named_parameters()]
+    here = (
+        f"{layer.heads} heads, topk {layer.topk}, phase {layer.phase!r}, order {layer._order!r}, {', '.join(weights)}"
+    )
+    digest = int.from_bytes(hashlib.sha256(here.encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    if extremes.tolist() != [digest, -digest]:
+        raise ValueError(f"parallelize: the layers of the ranks differ; on this rank: {here}")
 
 
 def _local(weight: Any) -> Tensor:

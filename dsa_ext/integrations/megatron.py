@@ -12,10 +12,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dsa_ext import functional
 from dsa_ext.nn.heads import multiply_heads
-from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
+from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys, sequences
 
 #: The name of the backend in Megatron's arguments.
 NAME = "dsa_ext"
@@ -234,9 +235,8 @@ class _Losses:
         lse = attention.lse_of_all(*bounds) if lse is None else lse
         rows = torch.ones_like(lse[:, :, 0]) if self.valid_rows is None else self.valid_rows.to(lse.dtype)
         losses = []
-        for q, k, weights, *main, starts, ends in zip(
-            *tensors, attention.q, attention.kv[:, :, 0], lse, rows, *bounds, strict=True
-        ):
+        each = sequences(*tensors, attention.q, attention.kv[:, :, 0], lse, rows, *bounds)
+        for q, k, weights, *main, starts, ends in each:
             if self.group is None:
                 options: Any = {"sm_scale": attention.sm_scale, "starts": starts, "ends": ends, "reduction": "sum"}
                 losses.append(functional.indexer_dense_loss(q, k, weights, *main[:3], row_weights=main[3], **options))
@@ -277,6 +277,7 @@ class _DenseLossOfGroup(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         return *(gradient * dloss.to(gradient.dtype) for gradient in ctx.saved_tensors), *(None,) * 8
 

@@ -37,6 +37,9 @@ class Yarn:
     mscale_all_dim: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("factor", "original_positions", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"Yarn: {name} must be finite, got {getattr(self, name)}")
         if not self.factor >= 1:
             raise ValueError(f"Yarn: factor must be at least 1, got {self.factor}")
         for name in ("original_positions", "beta_fast", "beta_slow"):

@@ -4,7 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from dsa_ext import functional
 from dsa_ext.nn.heads import absorbed_queries, multiply_heads
@@ -89,16 +89,16 @@ class SparseMLA(nn.Module):
         self.sm_scale = (nope_dim + rope_dim) ** -0.5 * (1.0 if yarn is None else yarn.sm_scale)
         self.phase = phase
 
-        def linear(columns: int, rows: int) -> nn.Linear:
+        def projection(columns: int, rows: int) -> nn.Linear:
             return nn.Linear(columns, rows, bias=False, device=device, dtype=dtype)
 
-        self.q_a_proj = linear(hidden_size, q_lora_rank)
+        self.q_a_proj = projection(hidden_size, q_lora_rank)
         self.q_a_layernorm = nn.RMSNorm(q_lora_rank, eps=1e-6, device=device, dtype=dtype)
-        self.q_b_proj = linear(q_lora_rank, heads * (nope_dim + rope_dim))
-        self.kv_a_proj_with_mqa = linear(hidden_size, kv_lora_rank + rope_dim)
+        self.q_b_proj = projection(q_lora_rank, heads * (nope_dim + rope_dim))
+        self.kv_a_proj_with_mqa = projection(hidden_size, kv_lora_rank + rope_dim)
         self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, eps=1e-6, device=device, dtype=dtype)
-        self.kv_b_proj = linear(kv_lora_rank, heads * (nope_dim + v_dim))
-        self.o_proj = linear(heads * v_dim, hidden_size)
+        self.kv_b_proj = projection(kv_lora_rank, heads * (nope_dim + v_dim))
+        self.o_proj = projection(heads * v_dim, hidden_size)
         options = {"rope_theta": rope_theta, "yarn": yarn, "device": device, "dtype": dtype, **(indexer or {})}
         self.indexer = LightningIndexer(hidden_size, q_lora_rank, **options)
         self.indexer.check_topk(topk)
@@ -144,7 +144,8 @@ class SparseMLA(nn.Module):
             self._check_ids(ids, x)
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         if self.phase == "dense" and rows.bounds is None:
-            return SparseMLAOutput(self.o_proj(self._dense(x, q_latent, rows).flatten(2)), None, None)
+            values = self._dense(self._heads(q_latent), *self._latent_keys(x, rows), self.kv_b_proj.weight, rows)
+            return SparseMLAOutput(self.o_proj(values.flatten(2)), None, None)
         tensors = None
         if self.phase != "dense" and ids is None:
             tensors = self.indexer(x.detach(), q_latent.detach(), rows.positions)
@@ -192,13 +193,13 @@ class SparseMLA(nn.Module):
             got = describe(ids) if isinstance(ids, Tensor) else type(ids).__name__
             raise ValueError(f"SparseMLA: ids must be int32 [B={x.shape[0]}, S={x.shape[1]}, K], got {got}")
 
-    def _dense(self, x: Tensor, q_latent: Tensor, rows: "_Rows") -> Tensor:
+    def _dense(self, heads: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, rows: "_Rows") -> Tensor:
         """Attention to all keys up to each query's own position [B, S, H, v_dim], with keys and values of each head:
         at the sizes of DeepSeek-V3.2 3.4 times fewer operations than in the absorbed form."""
-        nope, rope = self._heads(q_latent).split([self.nope_dim, self.rope_dim], dim=-1)
+        nope, rope = heads.split([self.nope_dim, self.rope_dim], dim=-1)
         q = torch.cat([nope, self._rotated(rope, rows)], dim=-1)
-        latent, k_rope = self._latent_keys(x, rows)
-        nope, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split([self.nope_dim, self.v_dim], dim=-1)
+        keys_and_values = linear(latent, kv_b.to(latent.dtype)).unflatten(-1, (heads.shape[2], -1))
+        nope, v = keys_and_values.split([self.nope_dim, self.v_dim], dim=-1)
         k = torch.cat([nope, k_rope[:, :, None].expand(*nope.shape[:3], self.rope_dim)], dim=-1)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.sm_scale)

@@ -180,6 +180,23 @@ def test_errors() -> None:
         one_rank(lambda mesh: parallelize(make_layer(), mesh)(normal(2, 5, HIDDEN), seq_len=6))
 
 
+def with_another_layer(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        layer = make_layer()
+        layer.topk += rank
+        message = f"the layers of the ranks differ; on this rank: 12 heads, topk {layer.topk}, "
+        with pytest.raises(ValueError, match=message):
+            parallelize(layer, mesh, context="cp")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_with_different_layers(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(with_another_layer, (str(tmp_path),), nprocs=2)
+
+
 def one_rank(call: Any) -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -153,6 +153,12 @@ def test_selection_attention_and_loss_together(topk: int, sparse_loss: bool, per
     torch.testing.assert_close(got, torch.autograd.grad(expected, leaves))
 
 
+def test_an_empty_batch() -> None:
+    a = {name: t if t.dim() == 1 or name == "up_v" else t[:, :0] for name, t in make(1).items()}
+    out, loss = megatron.run_fused_dsa_attention(**whole_of(a, sparse_loss=False))  # type: ignore[misc]
+    assert (out.shape, loss) == ((SEQ, 0, HEADS * 7), 0)
+
+
 def test_no_loss() -> None:
     a = make(1)
     with_coeff = whole_of(a, loss_coeff=0.0)

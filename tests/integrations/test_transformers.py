@@ -270,8 +270,13 @@ def both_but_one(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="enable: indexer must be 'bf16' or 'fp8', got 'int8'"):
         integration.enable(make_model(), indexer="int8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="enable: deterministic must be True, False or None, got 'no'"):
+        integration.enable(make_model(), deterministic="no")  # type: ignore[arg-type]
     model = make_model()
-    with integration.enable(model), pytest.raises(ValueError, match="enable: the model is enabled already"):
+    with (
+        integration.enable(model),
+        pytest.raises(ValueError, match="enable: the model is enabled or registered already"),
+    ):
         integration.enable(model)
     with pytest.raises(ValueError, match=r"weights must not be torch\.float16; bfloat16 runs on a GPU"):
         integration.enable(make_model().half())

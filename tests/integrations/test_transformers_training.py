@@ -197,6 +197,27 @@ def test_another_model_with_the_same_config() -> None:
     assert model.model.layers[0].self_attn.config is config
 
 
+def test_changes_of_the_config_stay() -> None:
+    model = make_model()
+    with integration.enable(model):
+        model.resize_token_embeddings(120, mean_resizing=False)
+        model.config.use_cache = False
+    assert model.config.vocab_size == 120
+    assert model.config.use_cache is False
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_is_saved_while_enabled(tmp_path: Any) -> None:
+    model, ids = make_model(), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+    with integration.enable(model):
+        model.save_pretrained(tmp_path)
+    assert "dsa" not in (tmp_path / "config.json").read_text()
+    with torch.no_grad():
+        torch.testing.assert_close(type(model).from_pretrained(tmp_path).eval()(ids).logits, expected)
+
+
 def test_records_follow_a_cropped_cache() -> None:
     """As in assisted generation, which removes tokens that it rejects from the cache."""
     model, ids = make_model(), tokens()
@@ -209,6 +230,25 @@ def test_records_follow_a_cropped_cache() -> None:
             cache.crop(-5)
             model(ids[:, 20:], past_key_values=cache)
     assert all(torch.equal(recorded[layer], expected[layer]) for layer in expected)
+
+    with integration.enable(model) as handle, torch.no_grad():
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids[:, :8], past_key_values=cache)
+        with handle.record() as recorded:  # from the ninth token on
+            model(ids[:, 8:24], past_key_values=cache)
+            cache.crop(-3)
+            model(ids[:, 21:], past_key_values=cache)
+    assert all(torch.equal(recorded[layer], expected[layer][:, 8:]) for layer in expected)
+
+
+def test_replay_of_assisted_generation() -> None:
+    model, prompt = make_model(), torch.cat([tokens(1, 12)] * 2, dim=1)
+    with integration.enable(model) as handle, torch.no_grad():
+        with handle.record() as recorded:
+            text = model.generate(prompt, max_new_tokens=9, do_sample=False, prompt_lookup_num_tokens=3)
+        logits = model(text[:, :-1]).logits
+        with handle.replay({layer: ids[:, : text.shape[1] - 1] for layer, ids in recorded.items()}):
+            torch.testing.assert_close(model(text[:, :-1]).logits, logits, rtol=1e-4, atol=1e-5)
 
 
 class Flags(TorchDispatchMode):
@@ -227,8 +267,11 @@ class Flags(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("deterministic", [None, True])
-def test_deterministic_gradients(deterministic: bool | None) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_deterministic_gradients(deterministic: bool | None, checkpointing: bool) -> None:
     model, ids = make_model().train(), tokens()
+    if checkpointing:
+        model.activation_checkpointing_enable()
     with integration.enable(model, train_indexer=True, deterministic=deterministic), Flags() as flags:
         model(ids, labels=ids, use_cache=False).loss.backward()
     wanted = {bool(deterministic)}

@@ -130,6 +130,8 @@ def test_errors() -> None:
     for wrong in ({"original_positions": 0}, {"beta_fast": 0.0}, {"beta_slow": -1.0}):
         with pytest.raises(ValueError, match=f"Yarn: {next(iter(wrong))} must be positive, got"):
             Yarn(40.0, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Yarn: mscale must be finite, got nan"):
+        Yarn(40.0, mscale=float("nan"))
     with pytest.raises(ValueError, match=r"Yarn: beta_fast must be at least beta_slow=1\.0, got 0\.5"):
         Yarn(40.0, beta_fast=0.5)
     with pytest.raises(ValueError, match=r"SparseMLA: the base .* must be greater than 1 with yarn, got 1\.0"):

@@ -7,6 +7,7 @@ of queries times keys is made: the model hands each layer the first and the last
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -105,7 +106,7 @@ def enable(
         loss_coeff: with train_indexer, `loss_coeff` times the mean of the layers' losses is added to the loss that the
             model computes from labels. 0 if you add `Handle.indexer_loss` yourself.
         deterministic: if True, the gradients of attention and of the indexers are deterministic (bitwise). By default
-            `torch.use_deterministic_algorithms` decides.
+            `torch.use_deterministic_algorithms` decides, and with False too.
         strict: raise an error if a layer does not fit the operators. Otherwise such layers stay as they are.
 
     Returns:
@@ -117,7 +118,7 @@ def enable(
     """
     if indexer not in ("bf16", "fp8"):
         raise ValueError(f"enable: indexer must be 'bf16' or 'fp8', got {indexer!r}")
-    layers = {name: layer for name, layer in model.named_modules() if type(layer) in REPLACEMENTS}
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if type(layer) in REPLACEMENTS}
     if any(type(layer) in REPLACEMENTS.values() for layer in model.modules()):
         raise ValueError("enable: the model is enabled or registered already; disable() its handle, or make it anew")
     if not layers:
@@ -126,20 +127,21 @@ def enable(
     if reasons and strict:
         raise ValueError("enable: these layers do not fit:\n" + "\n".join(f"{n}: {r}" for n, r in reasons.items()))
 
-    options, undo = Options(indexer, train_indexer, bool(deterministic)), list[Callable[[], None]]()
-    for name, layer in layers.items():
-        if name not in reasons:
-            _replace(layer, options, undo)
+    if deterministic not in (None, False, True):
+        raise ValueError(f"enable: deterministic must be True, False or None, got {deterministic!r}")
+    fitting = [layer for name, layer in layers.items() if name not in reasons]
     bases = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    heads = [base for base in bases if base.get_output_embeddings() is not None]  # type: ignore[no-untyped-call]
+    if train_indexer and loss_coeff != 0 and not heads:
+        raise ValueError("enable: loss_coeff must be 0, since the model has no head that computes a loss")
+
+    options, undo = Options(indexer, train_indexer, bool(deterministic)), list[Callable[[], None]]()
+    handle = Handle(options, undo, [layer.layer_idx for layer in fitting if layer.indexer is not None])
+    for layer in fitting:
+        _replace(layer, options, undo)
     if not reasons and bases:  # otherwise other layers of the model need masks
-        _set_implementation(model, layers.values(), undo)
-    selecting = [layer.layer_idx for name, layer in layers.items() if name not in reasons and layer.indexer is not None]
-    handle = Handle(options, undo, selecting)
+        _set_implementation(model, fitting, undo)
     if train_indexer and loss_coeff != 0:
-        heads = [base for base in bases if base.get_output_embeddings() is not None]  # type: ignore[no-untyped-call]
-        if not heads:
-            handle.disable()
-            raise ValueError("enable: loss_coeff must be 0, since the model has no head that computes a loss")
         _set(heads[0], "loss_function", LossWithIndexer(heads[0].loss_function, options, loss_coeff), undo)
     return handle
 
@@ -158,15 +160,22 @@ def _set(target: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> 
 
 
 def _set_implementation(model: nn.Module, layers: Iterable[Any], undo: list[Callable[[], None]]) -> None:
-    """Gives the model configs of its own, since those that it has may be another model's too."""
-    own: dict[int, Any] = {}
-    for shared in (layer.config for layer in layers):
-        if id(shared) not in own:
-            own[id(shared)] = config = copy.copy(shared)
-            config._attn_implementation = NAME
+    """Gives the model configs of its own, since those that it has may be another model's too. Other changes that are
+    made to them stay."""
+    shared = {id(layer.config): layer.config for layer in layers}
+    own = {key: copy.copy(config) for key, config in shared.items()}
+    for key, config in own.items():
+        config._attn_implementation = NAME
+        undo.append(partial(_keep_changes, shared[key], config))
     for module in model.modules():
-        if id(getattr(module, "config", None)) in own:
-            _set(module, "config", own[id(module.config)], undo)
+        key = id(vars(module).get("config"))
+        if key in own:
+            _set(module, "config", own[key], undo)
+
+
+def _keep_changes(before: Any, now: Any) -> None:
+    implementation = "_attn_implementation_internal"
+    vars(before).update({name: value for name, value in vars(now).items() if name != implementation})
 
 
 def _replace(layer: nn.Module, options: Options, undo: list[Callable[[], None]]) -> None:

@@ -36,11 +36,13 @@ class Options:
     losses: dict[int, Tensor] = field(default_factory=dict)
     #: Where selections are recorded, and which are used instead of the indexer's, by layer.
     recorded: dict[int, Tensor] | None = None
+    first_recorded: dict[int, int] = field(default_factory=dict)  # the position at which a record begins
     replayed: Mapping[int, Tensor] = field(default_factory=dict)
 
     def indexer_loss(self) -> Tensor | None:
         """The mean over layers, or None if there is no loss."""
-        return torch.stack(list(self.losses.values())).mean() if self.losses else None
+        losses = list(self.losses.values())  # on the devices of their layers
+        return torch.stack([loss.to(losses[0].device) for loss in losses]).mean() if losses else None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the model: without what belongs to a forward pass."""
@@ -53,8 +55,8 @@ class LossWithIndexer:
     def __init__(self, plain: Callable[..., Tensor], options: Options, coeff: float) -> None:
         self.plain, self.options, self.coeff = plain, options, coeff
 
-    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self.plain(logits, labels, *args, **kwargs)
+    def __call__(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        loss = self.plain(logits, labels, **kwargs)
         added = self.options.indexer_loss()
         if added is None:
             if torch.is_grad_enabled():
@@ -170,7 +172,7 @@ def _attend(
             expected = f"int32 [{x.shape[0]}, {x.shape[1]}, K]"
             raise ValueError(f"replay: ids of layer {layer.layer_idx} must be {expected}, got {describe(ids)}")
         if options.recorded is not None:
-            _record(options.recorded, layer.layer_idx, ids, past)
+            _record(options, layer.layer_idx, ids, past)
     listed = ids[:, :, None]
     # The bounds also hold for ids that come from elsewhere.
     slots: Any = {"starts": bounds.starts, "ends": bounds.ends, "sm_scale": layer.scaling}
@@ -188,10 +190,14 @@ def _attend(
     return out, ids
 
 
-def _record(recorded: dict[int, Tensor], layer_idx: int, ids: Tensor, past: int) -> None:
+def _record(options: Options, layer_idx: int, ids: Tensor, past: int) -> None:
     """Appends ids to those of the `past` tokens that are in the cache, of which some may have been removed again."""
-    if past > 0 and layer_idx in recorded:
-        before = recorded[layer_idx][:, :past]
+    recorded = options.recorded
+    assert recorded is not None
+    if past == 0 or layer_idx not in recorded:
+        options.first_recorded[layer_idx] = past
+    else:
+        before = recorded[layer_idx][:, : past - options.first_recorded[layer_idx]]
         slots = max(before.shape[-1], ids.shape[-1])
         ids = torch.cat([pad(part, (0, slots - part.shape[-1]), value=-1) for part in (before, ids)], dim=1)
     recorded[layer_idx] = ids
