@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
@@ -108,6 +109,15 @@ def _latent_weights(layer: Any, like: Tensor) -> list[Tensor]:
     return list(heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1))
 
 
+def _shared_by_ranks(latent: Tensor, projection: Any) -> Tensor:
+    """With tensor parallelism each rank has some of the heads: the gradient of the latent is the sum over ranks."""
+    weight = projection.weight
+    if not isinstance(weight, DTensor):
+        return latent
+    shared = DTensor.from_local(latent, weight.device_mesh, [Replicate()], run_check=False)
+    return shared.to_local(grad_placements=[Partial()])
+
+
 def _indexer_tensors(
     indexer: Any, x: Tensor, q_resid: Tensor, tables: tuple[Tensor, Tensor], interleaved: bool, cache: Cache | None
 ) -> IndexerTensors:
@@ -151,6 +161,7 @@ def _attend(
     q = absorbed_queries(heads, key_weight, cos[:, :, None], sin[:, :, None], interleaved=True)
     latent, k_rope = layer.kv_a_proj_with_mqa(x).split([_LATENT, _ROPE], dim=-1)
     latent = layer.kv_a_layernorm(latent).to(heads.dtype)
+    latent = _shared_by_ranks(latent, layer.kv_b_proj)
     k_rope = rotated(k_rope, cos, sin, interleaved=True)
     if cache is not None:
         cached = cache.update(latent[:, None], k_rope[:, None], layer.layer_idx)
@@ -182,6 +193,8 @@ def _attend(
     out = layer.o_proj(multiply_heads(attended, value_weight.mT).flatten(2))
     if tensors is not None and trains:
         p = functional.attn_dist(q.detach(), kv.detach(), listed, lse.detach(), **slots)[:, :, 0]
+        if isinstance(layer.kv_b_proj.weight, DTensor):  # heads are split over ranks
+            torch.distributed.all_reduce(p, group=layer.kv_b_proj.weight.device_mesh.get_group())
         visible = (ids >= bounds.starts[..., None]) & (ids < bounds.ends[..., None])
         scores = scores_of_keys(tensors, ids, options.deterministic)
         loss = functional.indexer_loss(scores, p, valid=visible, row_weights=bounds.counts.to(p.dtype))
@@ -208,7 +221,7 @@ _DEFAULT = Options()
 
 def _settle(layer: Any) -> None:
     """Makes a new layer one of transformers again if it does not fit; otherwise its model needs no masks."""
-    if misfit(layer) is None:
+    if misfit(layer) is None and layer.config._attn_implementation != "eager":
         layer.config._attn_implementation = NAME
     else:
         layer.__class__ = next(kind for kind, replacement in REPLACEMENTS.items() if type(layer) is replacement)
@@ -221,7 +234,15 @@ def _warn_of_mask() -> None:
     )
 
 
-class DsaDeepseekV32Attention(DeepseekV32Attention):
+class _Recorded(type):
+    """Once a replacement is registered, transformers records attention weights of layers of that class: here also those
+    that stay, or are made, layers of transformers."""
+
+    def __instancecheck__(cls, layer: Any) -> bool:
+        return isinstance(layer, cls.__bases__[0])
+
+
+class DsaDeepseekV32Attention(DeepseekV32Attention, metaclass=_Recorded):
     """DeepseekV32Attention on the operators of this package."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -246,7 +267,7 @@ class DsaDeepseekV32Attention(DeepseekV32Attention):
         )
 
 
-class DsaGlmMoeDsaAttention(GlmMoeDsaAttention):
+class DsaGlmMoeDsaAttention(GlmMoeDsaAttention, metaclass=_Recorded):
     """GlmMoeDsaAttention on the operators of this package. Layers that share an indexer pass the ids on."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
