@@ -43,7 +43,8 @@ def run(rank: int, name: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tensor_parallel(name: str, tmp_path: Path) -> None:
+def test_tensor_parallel(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # transformers would give each rank a GPU of its own
     # All keys are selected: sums over ranks round otherwise, and scores that nearly tie would select other keys.
     make_model(name, initializer_range=0.3, index_topk=100).save_pretrained(tmp_path / "model")
     torch.multiprocessing.spawn(run, (name, str(tmp_path)), nprocs=2)

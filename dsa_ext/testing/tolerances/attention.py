@@ -190,6 +190,7 @@ def visible_slots(args: dict[str, Any]) -> Tensor:
 
 def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
+    del args["deterministic"]  # for the gradients alone
     q, kv, indices, d_v, sink = (args[name] for name in ("q", "kv", "indices", "d_v", "attn_sink"))
     scale = scale_of(args)
     out, lse = reference.sparse_mla_fwd(**args)

@@ -58,6 +58,7 @@ def indexer_logits(args: dict[str, Any]) -> list[Expected]:
     fp8 = args["q"].dtype == torch.float8_e4m3fn
     args = wide(args)
     clean = args.pop("clean")
+    del args["deterministic"]  # for the gradients alone
     value = reference.indexer_logits(**args)
     q, k, weights, k_scale = (args[name] for name in ("q", "k", "weights", "k_scale"))
     noise, free = torch.zeros_like(value), torch.zeros_like(value, dtype=torch.bool)
@@ -88,6 +89,7 @@ def indexer_logits(args: dict[str, Any]) -> list[Expected]:
 
 def indexer_scores(args: dict[str, Any]) -> list[Expected]:
     args = wide(args)
+    del args["deterministic"]  # for the gradients alone
     value = reference.indexer_scores(**args)
     q, weights = args["q"], args["weights"]
     padded, rows, named = listed_rows(args["k"], args["indices"])
@@ -350,7 +352,7 @@ def indexer_dense_loss(args: dict[str, Any]) -> list[Expected]:
             Expected(name, value, value, value, None)
             for name, value in zip(("loss", "dq", "dk", "dweights"), (zero, *grads), strict=True)
         ]
-    (logits,) = indexer_logits({**index, "k_scale": None, "clean": True})
+    (logits,) = indexer_logits({**index, "k_scale": None, "clean": True, "deterministic": False})
     ids = torch.arange(s_kv, device=q.device, dtype=torch.int32).expand(1, seq, 1, s_kv)
     (p,) = attention.attn_dist(
         {
