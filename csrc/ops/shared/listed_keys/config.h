@@ -32,6 +32,10 @@ struct Config {
     const int q_bytes = heads * columns * 2, slot_bytes = kTileKeys * kChunkColumns * slot_chunks() * 2;
     return std::min(kMaxTiles * parts(), (kSharedBytes - q_bytes) / slot_bytes);
   }
+  // The tile of an item with which its Q is loaded, which waits for the products of the item before. With many heads,
+  // where products take the time, the first; otherwise the first for which the ring has no stage left by then, so that
+  // keys never wait for Q.
+  constexpr int q_tile() const { return heads > kBlockHeads ? 0 : (slots() + parts() - 1) / parts() - 1; }
   // Tiles whose visibility masks are kept. A mask is read before the tile's last part is released.
   constexpr int visible_slots() const { return slots() / parts() + 2; }
 };

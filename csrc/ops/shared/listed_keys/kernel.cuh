@@ -85,7 +85,7 @@ struct Item {
   int group, s, b;
   int slots;  // leading slots in use
   VisibleIds ids;
-  int tiles;  // tiles that hold visible slots
+  int tiles;  // at least one, perhaps without a visible key
 
   __device__ __forceinline__ Item(const Params& p, int index) {
     group = index % p.groups;
@@ -94,7 +94,7 @@ struct Item {
     b = index / p.seq_q;
     slots = used_slots(p, b, s);
     ids = visible_ids(p, b, s);
-    tiles = ids.any() ? (slots + kTileKeys - 1) / kTileKeys : 0;
+    tiles = ids.any() && slots > 0 ? (slots + kTileKeys - 1) / kTileKeys : 1;
   }
   // The result row of head block `block`.
   __device__ __forceinline__ float* row(const Params& p, int block) const {
@@ -108,22 +108,50 @@ __device__ __forceinline__ int rows_of_item(const Params& p) {
   return p.per_head_block ? (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads : 1;
 }
 
+// A gathering thread's slots of an item.
+struct Slots {
+  const int* g_ids;
+  int left;
+
+  __device__ __forceinline__ Slots(const Params& p, const Item& item, int first_tile, int thread)
+      : g_ids(p.indices + item.b * p.indices_stride_b + item.s * p.indices_stride_s + item.group * p.indices_stride_g +
+              first_tile * kTileKeys + gather_row(thread)),
+        left(item.slots - first_tile * kTileKeys - gather_row(thread)) {}
+
+  // The ids of a tile. The next are those of the tile kStep further.
+  template <int kStep>
+  __device__ __forceinline__ void load(int (&ids)[kGatherRowsPerThread]) {
+#pragma unroll
+    for (int i = 0; i < kGatherRowsPerThread; ++i) {
+      ids[i] = i * kGatherRowStep < left ? __ldg(g_ids + i * kGatherRowStep) : -1;
+    }
+    g_ids += kStep * kTileKeys;
+    left -= kStep * kTileKeys;
+  }
+};
+
 // Producer: loads Q and keys, and fills the slots after the last tile. Run by each gather warpgroup, with its number in
-// `warpgroup`.
+// `warpgroup`. The first ids of an item are loaded with the last tile of the item before.
 template <Config kC, class Function>
 __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
                                        int warpgroup, int thread) {
-  constexpr int kGatherers = kC.gather_warpgroups();
-  static_assert(kC.slots() % (kGatherers * kC.parts()) == 0 || kGatherers == 1, "slots change hands");
+  constexpr int kGatherers = kC.gather_warpgroups(), kParts = kC.parts();
+  static_assert(kC.slots() % (kGatherers * kParts) == 0 || kGatherers == 1, "slots change hands");
   const uint32_t piece_offset = swizzled_offset(gather_row(thread), gather_piece(thread));
   Ring<kC.slots()> ring;
   Ring<kC.visible_slots()> visible_ring;
   // The tiles of all items form one sequence, which the gather warpgroups take in turn.
-  ring.advance(warpgroup * kC.parts()), visible_ring.advance(warpgroup);
-  int tiles_before = 0;
-  uint32_t q_parity = 1;  // the first Q need not wait
+  ring.advance(warpgroup * kParts), visible_ring.advance(warpgroup);
+  int first_tile = warpgroup, q_tile = 0;  // the first item's Q need not wait
+  uint32_t q_parity = 1;
+  Item item(p, blockIdx.x);
+  Slots slots(p, item, first_tile, thread);
+  int ids[kGatherRowsPerThread];  // of this warpgroup's next tile
+  slots.load<kGatherers>(ids);
   for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
-    const Item item(p, index);
+    const Item next(p, index + gridDim.x < unsigned(items(p)) ? index + gridDim.x : index);
+    const int next_first_tile = (first_tile + item.tiles) % kGatherers;
+    const Slots next_slots(p, next, next_first_tile, thread);
     for (int block = 0; block < rows_of_item(p); ++block) {
       float* g_row = item.row(p, block);
       for (int slot = item.tiles * kTileKeys + warpgroup * kWarpgroupThreads + thread; slot < p.topk;
@@ -131,27 +159,10 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
         g_row[slot] = Function::kHidden;
       }
     }
-    if (item.tiles == 0) continue;
-    const int first_tile = (warpgroup + tiles_before) % kGatherers;
-    tiles_before += item.tiles;
-    const int* g_ids = p.indices + item.b * p.indices_stride_b + item.s * p.indices_stride_s +
-                       item.group * p.indices_stride_g + first_tile * kTileKeys + gather_row(thread);
-    const char* g_keys = reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b +
-                                                       item.group * p.kv_stride_g) +
-                         gather_piece(thread) * 16;
-    int ids[kGatherRowsPerThread], slots_left = item.slots - first_tile * kTileKeys - gather_row(thread);
-    const auto load_ids = [&] {
-#pragma unroll
-      for (int i = 0; i < kGatherRowsPerThread; ++i) {
-        ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
-      }
-      g_ids += kGatherers * kTileKeys;
-      slots_left -= kGatherers * kTileKeys;
-    };
-    load_ids();
     // Only the first gather warpgroup loads Q: a thread that waits on a barrier must wait in every phase.
+    bool q_is_loaded = warpgroup != 0;
     const auto load_q = [&](int part) {
-      if (warpgroup != 0 || thread != 0) return;
+      if (thread != 0) return;
       wait(&shared.q_empty[part], q_parity);
       arrive_and_expect(&shared.q_full[part], kC.slot_chunks() * kC.heads * kSwizzleRowBytes);
       for (int chunk = part * kC.slot_chunks(); chunk < (part + 1) * kC.slot_chunks(); ++chunk) {
@@ -159,25 +170,38 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
                  {chunk * kChunkColumns, 0, item.group, item.s, item.b}, &shared.q_full[part]);
       }
     };
-    if (kGatherers > 1) {
-      for (int part = 0; part < kC.parts(); ++part) load_q(part);
+    if (kGatherers > 1 && !q_is_loaded) {
+      for (int part = 0; part < kParts; ++part) load_q(part);
+      q_is_loaded = true;
     }
+    const char* g_keys = reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b +
+                                                       item.group * p.kv_stride_g) +
+                         gather_piece(thread) * 16;
     for (int tile = first_tile; tile < item.tiles; tile += kGatherers, visible_ring.advance(kGatherers)) {
+      const bool is_last = tile + kGatherers >= item.tiles;
+      const bool loads_q = !q_is_loaded && (tile >= q_tile || is_last);
       const GatherRows rows(g_keys, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, item.ids);
-      load_ids();
+      if (is_last) slots = next_slots;
+      slots.load<kGatherers>(ids);
       publish_visible(shared.visible[visible_ring.slot], rows, thread);
       if (thread % kWarpThreads == 0) arrive(&shared.visible_full[visible_ring.slot]);
-      cute::for_each(cute::make_int_sequence<kC.parts()>{}, [&](auto part) {
+      cute::for_each(cute::make_int_sequence<kParts>{}, [&](auto part) {
         constexpr int kBegin = part * kC.slot_chunks(), kEnd = kBegin + kC.slot_chunks();
-        if (kGatherers == 1 && tile == 0) load_q(part);
+        if (loads_q) load_q(part);  // before the wait: the stage may not become empty without it
         wait(&shared.empty[ring.slot], ring.parity ^ 1);
         rows.template copy<kBegin, kBegin, kEnd>(shared_address(shared.keys[ring.slot]) + piece_offset);
         arrive_after_copies(&shared.full[ring.slot]);
         ring.advance();
       });
-      ring.advance((kGatherers - 1) * kC.parts());
+      ring.advance((kGatherers - 1) * kParts);
+      q_is_loaded |= loads_q;
     }
-    q_parity ^= 1;
+    if (first_tile >= item.tiles) {  // no tile of this item is this warpgroup's
+      slots = next_slots;
+      slots.load<kGatherers>(ids);
+    }
+    item = next, first_tile = next_first_tile;
+    q_tile = kC.q_tile(), q_parity ^= 1;
   }
 }
 
@@ -276,7 +300,6 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
   uint32_t item_count = 0;
   for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
     const Item item(p, index);
-    if (item.tiles == 0) continue;
     const uint32_t q_parity = item_count % 2;
     const int first_tile = (warpgroup - tiles_before) & 1;
     float head_factors[kColumns];
