@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsa_ext.nn import BlockSparseAttention, FP8Linear, HyperConnection, LightningIndexer, apply_rope
-from dsa_ext.nn.heads import absorbed_queries, multiply_heads
+from dsa_ext.nn.absorbed import Rope, absorbed_queries
+from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.rotary import rope_tables
 
 all_modules = pytest.mark.parametrize("name", MODULES)
@@ -176,4 +177,4 @@ def test_second_derivatives_of_parts(function: str) -> None:
     elif function == "multiply_heads":
         torch.autograd.gradgradcheck(multiply_heads, (x, weights))
     else:
-        torch.autograd.gradgradcheck(lambda x, w: absorbed_queries(x, w, cos, sin), (x, key_weight))
+        torch.autograd.gradgradcheck(lambda x, w: absorbed_queries(x, w, Rope(cos, sin, False)), (x, key_weight))

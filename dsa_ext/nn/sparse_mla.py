@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from dsa_ext import functional
-from dsa_ext.nn.heads import absorbed_queries, multiply_heads
+from dsa_ext.nn.absorbed import Absorbed, Rope, absorbed_attention, absorbed_queries
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
 from dsa_ext.ops._checks import describe
@@ -158,11 +158,11 @@ class SparseMLA(nn.Module):
     def attention_to_all(self, x: Tensor) -> Tensor:
         """Weights of dense attention, averaged over heads: [B, S, S], fp32 (float64 for float64 inputs)."""
         rows = self._rows(x)
-        key_weight = self.kv_b_proj.weight.view(self.heads, -1, self.kv_lora_rank)[:, : self.nope_dim]
         heads, kv = self._heads(self.q_a_layernorm(self.q_a_proj(x))), self._keys(x, rows)
-        q, listed = self._queries(heads, key_weight, rows), _all_keys(heads, kv)
-        _, lse = self._attend(q, kv, listed, rows)
-        return self._distribution(q, kv, listed, lse, rows)[..., : x.shape[1]] / self.heads
+        all_keys = _all_keys(heads, kv)
+        p = self._attend(heads, kv, self.kv_b_proj.weight, all_keys, rows, distribution=True).distribution
+        assert p is not None
+        return p[..., : x.shape[1]] / self.heads
 
     def select(self, x: Tensor) -> Tensor:
         """The keys that the indexer selects for the layer's input [B, S, topk], int32: ascending, then -1."""
@@ -223,40 +223,39 @@ class SparseMLA(nn.Module):
             tensors: of the indexer; None if it does not run.
             ids: selected keys; None if the indexer selects them, or if all keys are read.
         """
-        key_weight, value_weight = kv_b.view(self.heads, -1, self.kv_lora_rank).split(
-            [self.nope_dim, self.v_dim], dim=1
-        )
-        q = self._queries(heads, key_weight, rows)
         if tensors is not None and self.phase == "sparse":
             ids = self.indexer.select(tensors, self.topk, rows.bounds)
+        learns = tensors is not None and torch.is_grad_enabled()
         listed = _all_keys(heads, kv) if ids is None else ids[:, :, None]
-        latent, lse = self._attend(q, kv, listed, rows)
-        values = multiply_heads(latent, value_weight.mT)
-        if tensors is None or not torch.is_grad_enabled():
+        values, lse, p = self._attend(heads, kv, kv_b, listed, rows, distribution=learns and ids is not None)
+        if tensors is None or not learns:
             return values, None, ids
-        q, kv, lse = q.detach(), kv.detach(), lse.detach()
-        if ids is not None:
-            p = self._distribution(q, kv, listed, lse, rows)
+        if ids is not None and p is not None:
             return values, functional.indexer_loss(self.indexer.scores(tensors, ids), p), ids
-        each = sequences(*tensors, q, kv[:, :, 0], lse)
+        with torch.no_grad():
+            q = absorbed_queries(heads, self._weights(kv_b)[0], self._rope(heads, rows))
+        each = sequences(*tensors, q, kv.detach()[:, :, 0], lse)
         bounds = {name: bound[0] for name, bound in rows.visible().items()}  # equal for all sequences of a batch
         losses = [functional.indexer_dense_loss(*one, sm_scale=self.sm_scale, **bounds) for one in each]
         return values, torch.stack(losses).mean(), None
 
-    def _attend(self, q: Tensor, kv: Tensor, listed: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor]:
-        """Attention to the listed keys: outputs in the latent [B, S, H, kv_lora_rank] and lse [B, S, H]."""
-        return functional.sparse_mla(
-            q, kv, listed, sm_scale=self.sm_scale, d_v=self.kv_lora_rank, return_lse=True, **rows.visible()
+    def _attend(
+        self, heads: Tensor, kv: Tensor, kv_b: Tensor, listed: Tensor, rows: "_Rows", *, distribution: bool
+    ) -> Absorbed:
+        """Attention to the listed keys."""
+        rope, visible = self._rope(heads, rows), rows.visible()
+        return absorbed_attention(
+            heads, *self._weights(kv_b), kv, listed, rope, sm_scale=self.sm_scale, distribution=distribution, **visible
         )
 
-    def _distribution(self, q: Tensor, kv: Tensor, listed: Tensor, lse: Tensor, rows: "_Rows") -> Tensor:
-        """Attention weights of the listed keys, summed over heads [B, S, K]."""
-        return functional.attn_dist(q, kv, listed, lse, sm_scale=self.sm_scale, **rows.visible())[:, :, 0]
+    def _weights(self, kv_b: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of kv_b_proj for keys and for values, per head: [H, nope_dim or v_dim, kv_lora_rank]."""
+        weights = kv_b.view(self.heads, -1, self.kv_lora_rank)
+        return weights[:, : self.nope_dim], weights[:, self.nope_dim :]
 
-    def _queries(self, heads: Tensor, key_weight: Tensor, rows: "_Rows") -> Tensor:
-        """Queries of the absorbed form [B, S, H, kv_lora_rank + rope_dim]: heads projected to the latent's columns."""
+    def _rope(self, heads: Tensor, rows: "_Rows") -> Rope:
         tables = rope_tables(heads, rows.positions, self.rope_theta, self.rope_dim, self.yarn)
-        return absorbed_queries(heads, key_weight, *tables, self.rope == "interleaved")
+        return Rope(*tables, self.rope == "interleaved")
 
     def _keys(self, x: Tensor, rows: "_Rows") -> Tensor:
         """The keys of the absorbed form [B, S, 1, kv_lora_rank + rope_dim]."""

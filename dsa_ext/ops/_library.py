@@ -112,11 +112,11 @@ class _NotDifferentiableAgain(torch.autograd.Function):
         )
 
 
-def not_differentiable_again(op: str, gradients: tuple[Tensor, ...], *sources: Any) -> tuple[Tensor, ...]:
+def not_differentiable_again(op: str, gradients: tuple[Any, ...], *sources: Any) -> tuple[Any, ...]:
     """Gradients that depend on `sources`: if autograd records a graph, differentiating them again is an error."""
     if not torch.is_grad_enabled():
         return gradients
-    result: tuple[Tensor, ...] = _NotDifferentiableAgain.apply(op, len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
+    result: tuple[Any, ...] = _NotDifferentiableAgain.apply(op, len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
     return result
 
 

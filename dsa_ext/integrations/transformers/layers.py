@@ -16,7 +16,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttent
 
 from dsa_ext import functional
 from dsa_ext.integrations.transformers.masks import NAME, bounds_of
-from dsa_ext.nn.heads import absorbed_queries, multiply_heads
+from dsa_ext.nn.absorbed import Rope, absorbed_attention
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 from dsa_ext.nn.rotary import rotated
 from dsa_ext.ops._checks import describe
@@ -158,7 +158,6 @@ def _attend(
     heads = layer.q_b_proj(q_resid).unflatten(-1, (-1, layer.qk_head_dim))
     cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
     key_weight, value_weight = _latent_weights(layer, heads)
-    q = absorbed_queries(heads, key_weight, cos[:, :, None], sin[:, :, None], interleaved=True)
     latent, k_rope = layer.kv_a_proj_with_mqa(x).split([_LATENT, _ROPE], dim=-1)
     latent = layer.kv_a_layernorm(latent).to(heads.dtype)
     latent = _shared_by_ranks(latent, layer.kv_b_proj)
@@ -187,12 +186,13 @@ def _attend(
     listed = ids[:, :, None]
     # The bounds also hold for ids that come from elsewhere.
     slots: Any = {"starts": bounds.starts, "ends": bounds.ends, "sm_scale": layer.scaling}
-    attended, lse = functional.sparse_mla(
-        q, kv, listed, d_v=_LATENT, deterministic=options.deterministic, return_lse=True, **slots
-    )
-    out = layer.o_proj(multiply_heads(attended, value_weight.mT).flatten(2))
-    if tensors is not None and trains:
-        p = functional.attn_dist(q.detach(), kv.detach(), listed, lse.detach(), **slots)[:, :, 0]
+    rope = Rope(cos[:, :, None], sin[:, :, None], interleaved=True)
+    values, _, p = absorbed_attention(
+        heads, key_weight, value_weight, kv, listed, rope,
+        deterministic=options.deterministic, distribution=trains and tensors is not None, **slots,
+    )  # fmt: skip
+    out = layer.o_proj(values.flatten(2))
+    if tensors is not None and p is not None:
         if isinstance(layer.kv_b_proj.weight, DTensor):  # heads are split over ranks
             torch.distributed.all_reduce(p, group=layer.kv_b_proj.weight.device_mesh.get_group())
         visible = (ids >= bounds.starts[..., None]) & (ids < bounds.ends[..., None])

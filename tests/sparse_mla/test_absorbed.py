@@ -1,0 +1,109 @@
+"""Attention in the absorbed form, whose queries are made part by part and not kept, against the plain formulas."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dsa_ext import functional
+from dsa_ext.nn import absorbed
+from dsa_ext.nn.absorbed import Rope, absorbed_attention, absorbed_queries
+from dsa_ext.nn.heads import multiply_heads
+
+BATCH, SEQ, HEADS, NOPE, LATENT, ROPE, V, SLOTS = 2, 11, 3, 8, 512, 64, 16, 6
+SCALE = 0.1
+
+
+def make_inputs() -> tuple[list[Tensor], Tensor, Rope]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    heads, kv = random(BATCH, SEQ, HEADS, NOPE + ROPE), random(BATCH, SEQ, 1, LATENT + ROPE)
+    weights = random(HEADS, NOPE, LATENT) / 8, random(HEADS, V, LATENT)
+    ids = torch.randint(-1, SEQ, (BATCH, SEQ, 1, SLOTS), generator=generator, dtype=torch.int32)
+    angles = random(BATCH, SEQ, 1, ROPE // 2)
+    leaves = [t.requires_grad_() for t in (heads, *weights, kv)]
+    return leaves, ids, Rope(angles.cos(), angles.sin(), interleaved=True)
+
+
+def plain(leaves: list[Tensor], ids: Tensor, rope: Rope, **visible: Any) -> tuple[Tensor, Tensor, Tensor]:
+    heads, key_weight, value_weight, kv = leaves
+    q = absorbed_queries(heads, key_weight, rope)
+    latent, lse = functional.sparse_mla(q, kv, ids, sm_scale=SCALE, return_lse=True, **visible)
+    p = functional.attn_dist(q.detach(), kv.detach(), ids, lse.detach(), sm_scale=SCALE, **visible)[:, :, 0]
+    return multiply_heads(latent, value_weight.mT), lse.detach(), p
+
+
+@pytest.mark.parametrize("queries", [1, 4, SEQ, BATCH * SEQ])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_parts(queries: int, bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(absorbed, "_BYTES", queries * HEADS * (LATENT + ROPE) * 8)
+    leaves, ids, rope = make_inputs()
+    row = torch.arange(SEQ, dtype=torch.int32).expand(BATCH, SEQ)
+    visible = {"starts": row // 3, "ends": row + 2} if bounded else {}
+    expected = plain(leaves, ids, rope, **visible)
+    got = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, distribution=True, **visible)
+    assert not got.lse.requires_grad
+    assert not got.distribution.requires_grad
+    torch.testing.assert_close(tuple(got), expected)
+    dout = torch.linspace(-1, 1, expected[0].numel(), dtype=torch.float64).view(expected[0].shape)
+    gradients = [torch.autograd.grad(values, leaves, dout) for values in (got.values, expected[0])]
+    torch.testing.assert_close(*gradients)
+
+
+def test_what_is_kept() -> None:
+    """Neither absorbed queries nor anything larger than the outputs in the latent."""
+    leaves, ids, rope = make_inputs()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, distribution=True)
+    rows = BATCH * SEQ * HEADS
+    assert max(t.numel() for t in kept) == rows * LATENT
+    assert sum(t.numel() == rows * LATENT for t in kept) == 1
+
+
+def test_only_some_gradients() -> None:
+    leaves, ids, rope = make_inputs()
+    expected = torch.autograd.grad(plain(leaves, ids, rope)[0].sum(), leaves)
+    for i, leaf in enumerate(leaves):
+        alone = [t if t is leaf else t.detach() for t in leaves]
+        values = absorbed_attention(*alone, ids, rope, sm_scale=SCALE).values
+        torch.testing.assert_close(torch.autograd.grad(values.sum(), leaf)[0], expected[i])
+
+
+def test_second_derivatives_raise() -> None:
+    leaves, ids, rope = make_inputs()
+    values = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE).values
+    (gradient,) = torch.autograd.grad(values.sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="dsa::sparse_mla_bwd: second derivatives"):
+        gradient.sum().backward()
+
+
+def test_without_gradients() -> None:
+    leaves, ids, rope = make_inputs()
+    expected = plain(leaves, ids, rope)
+    with torch.no_grad():
+        got = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE)
+        q = absorbed_queries(leaves[0], leaves[1], rope)
+    torch.testing.assert_close(q, absorbed_queries(leaves[0], leaves[1], rope).detach())
+    assert got.distribution is None
+    torch.testing.assert_close(got.values, expected[0])
+
+
+def test_checkpoints() -> None:
+    leaves, ids, rope = make_inputs()
+
+    def values() -> Tensor:
+        return absorbed_attention(*leaves, ids, rope, sm_scale=SCALE).values
+
+    expected = torch.autograd.grad(values().sum(), leaves)
+    for reentrant in (False, True):
+        out = checkpoint(lambda *_: values(), *leaves, use_reentrant=reentrant)
+        out.sum().backward()
+        assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, expected, strict=True))
+        for leaf in leaves:
+            leaf.grad = None
