@@ -28,7 +28,7 @@ from dsa_ext.nn import SparseMLA, apply_rope
 from dsa_ext.testing.tolerances import similarity_error
 
 OP = "sparse_mla_layer"
-OPERATORS = ["indexer_topk", "sparse_mla_fwd", "attn_dist", "indexer_scores", "indexer_loss"]
+OPERATORS = ["act_quant", "indexer_topk", "sparse_mla_fwd", "attn_dist", "indexer_scores", "indexer_loss"]
 OPERATORS += ["indexer_scores_bwd", "sparse_mla_bwd"]
 TOPK = 2048
 HIDDEN_SIZE = {128: 7168, 64: 4096, 16: 2048}
