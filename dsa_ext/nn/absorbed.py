@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn.functional import linear
 
 from dsa_ext import functional
 from dsa_ext.nn.heads import multiply, multiply_heads, weight_gradient
@@ -23,7 +24,7 @@ _BYTES = 2**30
 
 
 class Absorbed(NamedTuple):
-    values: Tensor  # [B, S, H, v]
+    out: Tensor  # values of the heads [B, S, H, v], or their projection [B, S, columns]
     lse: Tensor  # [B, S, H], without gradient
     distribution: Tensor | None  # attn_dist [B, S, K], without gradient
 
@@ -60,6 +61,7 @@ def absorbed_attention(
     rope: Rope,
     *,
     sm_scale: float,
+    out_weight: Tensor | None = None,
     deterministic: bool = False,
     distribution: bool = False,
     starts: Tensor | None = None,
@@ -74,10 +76,13 @@ def absorbed_attention(
         kv: keys [B, T, 1, latent + rope].
         ids: [B, S, 1, K].
         rope: for the queries.
+        out_weight: projects the values of all heads [columns, H * v]. They are then not kept either.
         sm_scale, deterministic, starts, ends: see functional.sparse_mla. Causal without `starts` and `ends`.
         distribution: whether to return the attention weights too, summed over heads.
     """
-    weights = key_weight.to(heads.dtype), value_weight.to(heads.dtype)  # under autocast they may be wider
+    # Under autocast weights may be wider.
+    weights = key_weight.to(heads.dtype), value_weight.to(heads.dtype)
+    out_weight = None if out_weight is None else out_weight.to(heads.dtype)
     slots: dict[str, Any] = {"sm_scale": sm_scale, "deterministic": deterministic}
     if is_compiling() or is_transformed():
         q = absorbed_queries(heads, weights[0], rope)
@@ -88,8 +93,10 @@ def absorbed_attention(
         if distribution:
             scaled: dict[str, Any] = {"sm_scale": sm_scale, "starts": starts, "ends": ends}
             p = functional.attn_dist(q.detach(), kv.detach(), ids, lse.detach(), **scaled)[:, :, 0]
-        return Absorbed(multiply_heads(latent, weights[1].mT), lse.detach(), p)
-    result = _AbsorbedAttention.apply(heads, *weights, kv, ids, *rope, starts, ends, distribution, slots)  # type: ignore[no-untyped-call]
+        values = multiply_heads(latent, weights[1].mT)
+        out = values if out_weight is None else linear(values.flatten(2), out_weight)
+        return Absorbed(out, lse.detach(), p)
+    result = _AbsorbedAttention.apply(heads, *weights, kv, out_weight, ids, *rope, starts, ends, distribution, slots)  # type: ignore[no-untyped-call]
     return Absorbed(*result)
 
 
@@ -170,6 +177,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         key_weight: Tensor,
         value_weight: Tensor,
         kv: Tensor,
+        out_weight: Tensor | None,
         ids: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -181,7 +189,9 @@ class _AbsorbedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         heads = heads.contiguous()
         absorption = _Absorption(heads, key_weight, cos, sin, interleaved)
-        values = heads.new_empty(*heads.shape[:-1], value_weight.shape[1])
+        shape = heads.shape[:2]
+        columns = value_weight.shape[:2] if out_weight is None else out_weight.shape[:1]
+        out = heads.new_empty(*shape, *columns)
         latents, lses, ps = [], [], []
         for rows in _parts(heads, absorption.columns):
             q, keys, listed = absorption.queries(rows), kv[rows.batch], rows.of(ids)
@@ -189,34 +199,40 @@ class _AbsorbedAttention(torch.autograd.Function):
             latent, lse = functional.sparse_mla(
                 q, keys, listed, d_v=value_weight.shape[2], return_lse=True, **visible, **slots
             )
-            multiply(rows.of(values).flatten(0, 1), latent.flatten(0, 1), value_weight.mT)
+            if out_weight is None:
+                multiply(rows.of(out).flatten(0, 1), latent.flatten(0, 1), value_weight.mT)
+            else:
+                values = _values(latent, value_weight)
+                torch.mm(values.flatten(1), out_weight.mT, out=rows.of(out).flatten(0, 1))
             if distribution:
                 ps.append(functional.attn_dist(q, keys, listed, lse, sm_scale=slots["sm_scale"], **visible)[:, :, 0])
             latents.append(latent)
             lses.append(lse)
-        ctx.save_for_backward(heads, key_weight, value_weight, kv, ids, cos, sin, starts, ends, *latents, *lses)
+        ctx.save_for_backward(
+            heads, key_weight, value_weight, kv, out_weight, ids, cos, sin, starts, ends, *latents, *lses
+        )
         ctx.interleaved, ctx.slots = interleaved, slots
-        lse = _joined(lses, heads.shape[:2])
-        p = _joined(ps, heads.shape[:2]) if distribution else None
+        lse, p = _joined(lses, shape), _joined(ps, shape) if distribution else None
         ctx.mark_non_differentiable(*(t for t in (lse, p) if t is not None))
-        return values, lse, p
+        return out, lse, p
 
     @staticmethod
-    def backward(ctx: Any, dvalues: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # checkpointing gives them once
         with torch.no_grad():
-            gradients = _gradients(ctx, dvalues, *saved)
-        gradients = not_differentiable_again("sparse_mla_bwd", gradients, dvalues, *saved)
+            gradients = _gradients(ctx, dout, *saved)
+        gradients = not_differentiable_again("sparse_mla_bwd", gradients, dout, *saved)
         return *gradients, *(None,) * 8
 
 
 def _gradients(
     ctx: Any,
-    dvalues: Tensor,
+    dout: Tensor,
     heads: Tensor,
     key_weight: Tensor,
     value_weight: Tensor,
     kv: Tensor,
+    out_weight: Tensor | None,
     ids: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -224,18 +240,26 @@ def _gradients(
     ends: Tensor | None,
     *results: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Of the heads, the two weights and the keys; `results`: outputs in the latent of all parts, then their lse."""
+    """Of the heads, the weights of keys and of values, the keys, and the weight of the output.
+
+    `results`: outputs in the latent of all parts, then their lse.
+    """
     latents, lses = results[: len(results) // 2], results[len(results) // 2 :]
     absorption = _Absorption(heads, key_weight, cos, sin, ctx.interleaved)
     parts = list(_parts(heads, absorption.columns))
     dheads = torch.empty_like(heads)
-    dkey_weight, dvalue_weight, dkv = (_Sum(t, len(parts)) for t in (key_weight, value_weight, kv))
+    weights = key_weight, value_weight, kv, out_weight
+    dkey_weight, dvalue_weight, dkv, dout_weight = (_Sum(t, len(parts)) for t in weights)
     for rows, latent, lse in zip(parts, latents, lses, strict=True):
-        q, dout = absorption.queries(rows), rows.of(dvalues).flatten(0, 1)
+        q, dvalues = absorption.queries(rows), rows.of(dout).flatten(0, 1)
+        if out_weight is not None:
+            if ctx.needs_input_grad[4]:
+                dout_weight.add(dvalues.mT @ _values(latent, value_weight).flatten(1))
+            dvalues = (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))
         dlatent = torch.empty_like(latent)
-        multiply(dlatent.flatten(0, 1), dout, value_weight)
+        multiply(dlatent.flatten(0, 1), dvalues, value_weight)
         if ctx.needs_input_grad[2]:
-            dvalue_weight.add(weight_gradient(dout, latent.flatten(0, 1)))
+            dvalue_weight.add(weight_gradient(dvalues, latent.flatten(0, 1)))
         dq, dkeys, _ = torch.ops.dsa.sparse_mla_bwd(
             dlatent, q, kv[rows.batch], latent, lse, rows.of(ids),
             d_v=value_weight.shape[2], **rows.visible(starts, ends), **ctx.slots,
@@ -245,16 +269,26 @@ def _gradients(
         absorption.write_gradient(dheads, dq, rows)
         if ctx.needs_input_grad[1]:
             dkey_weight.add(absorption.weight_gradient(dq, rows))
-    return dheads, dkey_weight.result(), dvalue_weight.result(), dkv.result()
+    return dheads, *(gradient.result() for gradient in (dkey_weight, dvalue_weight, dkv, dout_weight))
+
+
+def _values(latent: Tensor, value_weight: Tensor) -> Tensor:
+    """The values of heads [tokens, H, v]."""
+    values = latent.new_empty(latent.shape[0] * latent.shape[1], *value_weight.shape[:2])
+    multiply(values, latent.flatten(0, 1), value_weight.mT)
+    return values
 
 
 class _Sum:
-    """A gradient of the shape and dtype of `like` that is a sum, in fp32 if it has several parts."""
+    """A gradient like `like` that is a sum, in fp32 if it has several parts; None of None, and if nothing is added."""
 
-    def __init__(self, like: Tensor, parts: int) -> None:
+    def __init__(self, like: Tensor | None, parts: int) -> None:
+        self.sum: Tensor | None = None
+        if like is None:
+            return
         self.dtype = like.dtype
-        wide = torch.promote_types(like.dtype, torch.float32)
-        self.sum = None if parts == 1 else like.new_zeros(like.shape, dtype=wide)
+        if parts > 1:
+            self.sum = like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
     def add(self, part: Tensor, batch: slice = slice(None)) -> None:
         if self.sum is None:

@@ -7,10 +7,20 @@ cast to the dtype of what they multiply: under autocast they may be wider.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from dsa_ext.ops._library import is_transformed
+
+
+def is_plain(projection: Any) -> bool:
+    """Whether a call of a projection is the product with its weight and nothing else: no adapter, hook or bias, and
+    no weight that is divided among ranks or quantized."""
+    if type(projection) is not nn.Linear or type(projection.weight) not in (Tensor, nn.Parameter):
+        return False
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    is_changed = "forward" in vars(projection) or any(getattr(projection, name) for name in hooks)
+    return projection.bias is None and not is_changed
 
 
 def multiply(out: Tensor, x: Tensor, weights: Tensor) -> None:

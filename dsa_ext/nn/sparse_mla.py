@@ -8,6 +8,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from dsa_ext import functional
 from dsa_ext.nn.absorbed import Absorbed, Rope, absorbed_attention, absorbed_queries
+from dsa_ext.nn.heads import is_plain
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
 from dsa_ext.ops._checks import describe
@@ -149,10 +150,11 @@ class SparseMLA(nn.Module):
         tensors = None
         if self.phase != "dense" and ids is None:
             tensors = self.indexer(x.detach(), q_latent.detach(), rows.positions)
-        values, loss, ids = self._absorbed(
-            self._heads(q_latent), self._keys(x, rows), self.kv_b_proj.weight, tensors, ids, rows
+        out_weight = self.o_proj.weight if is_plain(self.o_proj) else None
+        out, loss, ids = self._absorbed(
+            self._heads(q_latent), self._keys(x, rows), self.kv_b_proj.weight, tensors, ids, rows, out_weight
         )
-        return SparseMLAOutput(self.o_proj(values.flatten(2)), loss, ids)
+        return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, loss, ids)
 
     @torch.no_grad()
     def attention_to_all(self, x: Tensor) -> Tensor:
@@ -213,6 +215,7 @@ class SparseMLA(nn.Module):
         tensors: IndexerTensors | None,
         ids: Tensor | None,
         rows: "_Rows",
+        out_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attention of each head in the absorbed form [B, S, H, v_dim], the indexer's loss, and the ids of the keys.
 
@@ -222,31 +225,41 @@ class SparseMLA(nn.Module):
             kv_b: weight of kv_b_proj.
             tensors: of the indexer; None if it does not run.
             ids: selected keys; None if the indexer selects them, or if all keys are read.
+            out_weight: if given, the first result is the projection of all heads by it [B, S, hidden_size].
         """
         if tensors is not None and self.phase == "sparse":
             ids = self.indexer.select(tensors, self.topk, rows.bounds)
         learns = tensors is not None and torch.is_grad_enabled()
         listed = _all_keys(heads, kv) if ids is None else ids[:, :, None]
-        values, lse, p = self._attend(heads, kv, kv_b, listed, rows, distribution=learns and ids is not None)
+        out, lse, p = self._attend(heads, kv, kv_b, listed, rows, out_weight, distribution=learns and ids is not None)
         if tensors is None or not learns:
-            return values, None, ids
+            return out, None, ids
         if ids is not None and p is not None:
-            return values, functional.indexer_loss(self.indexer.scores(tensors, ids), p), ids
+            return out, functional.indexer_loss(self.indexer.scores(tensors, ids), p), ids
         with torch.no_grad():
             q = absorbed_queries(heads, self._weights(kv_b)[0], self._rope(heads, rows))
         each = sequences(*tensors, q, kv.detach()[:, :, 0], lse)
         bounds = {name: bound[0] for name, bound in rows.visible().items()}  # equal for all sequences of a batch
         losses = [functional.indexer_dense_loss(*one, sm_scale=self.sm_scale, **bounds) for one in each]
-        return values, torch.stack(losses).mean(), None
+        return out, torch.stack(losses).mean(), None
 
     def _attend(
-        self, heads: Tensor, kv: Tensor, kv_b: Tensor, listed: Tensor, rows: "_Rows", *, distribution: bool
+        self,
+        heads: Tensor,
+        kv: Tensor,
+        kv_b: Tensor,
+        listed: Tensor,
+        rows: "_Rows",
+        out_weight: Tensor | None = None,
+        *,
+        distribution: bool,
     ) -> Absorbed:
         """Attention to the listed keys."""
-        rope, visible = self._rope(heads, rows), rows.visible()
+        key_weight, value_weight = self._weights(kv_b)
         return absorbed_attention(
-            heads, *self._weights(kv_b), kv, listed, rope, sm_scale=self.sm_scale, distribution=distribution, **visible
-        )
+            heads, key_weight, value_weight, kv, listed, self._rope(heads, rows),
+            sm_scale=self.sm_scale, out_weight=out_weight, distribution=distribution, **rows.visible(),
+        )  # fmt: skip
 
     def _weights(self, kv_b: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of kv_b_proj for keys and for values, per head: [H, nope_dim or v_dim, kv_lora_rank]."""

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from dsa_ext import functional
 from dsa_ext.nn import absorbed
 from dsa_ext.nn.absorbed import Rope, absorbed_attention, absorbed_queries
-from dsa_ext.nn.heads import multiply_heads
+from dsa_ext.nn.heads import is_plain, multiply_heads
 
 BATCH, SEQ, HEADS, NOPE, LATENT, ROPE, V, SLOTS = 2, 11, 3, 8, 512, 64, 16, 6
 SCALE = 0.1
@@ -51,7 +52,7 @@ def test_parts(queries: int, bounded: bool, monkeypatch: pytest.MonkeyPatch) -> 
     assert not got.distribution.requires_grad
     torch.testing.assert_close(tuple(got), expected)
     dout = torch.linspace(-1, 1, expected[0].numel(), dtype=torch.float64).view(expected[0].shape)
-    gradients = [torch.autograd.grad(values, leaves, dout) for values in (got.values, expected[0])]
+    gradients = [torch.autograd.grad(values, leaves, dout) for values in (got.out, expected[0])]
     torch.testing.assert_close(*gradients)
 
 
@@ -66,18 +67,42 @@ def test_what_is_kept() -> None:
     assert sum(t.numel() == rows * LATENT for t in kept) == 1
 
 
+@pytest.mark.parametrize("queries", [4, BATCH * SEQ])
+def test_output_projection(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(absorbed, "_BYTES", queries * HEADS * (LATENT + ROPE) * 8)
+    leaves, ids, rope = make_inputs()
+    weight = torch.linspace(-1, 1, 7 * HEADS * V, dtype=torch.float64).sin().view(7, -1).requires_grad_()
+    expected = linear(plain(leaves, ids, rope)[0].flatten(2), weight)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        got = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, out_weight=weight).out
+    torch.testing.assert_close(got, expected)
+    assert all(t.shape[-1] not in (V, HEADS * V) for t in kept if t is not weight)
+    gradients = [torch.autograd.grad(out.sin().sum(), [*leaves, weight]) for out in (got, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_plain_projections() -> None:
+    plain_one, with_bias, hooked = nn.Linear(3, 4, bias=False), nn.Linear(3, 4), nn.Linear(3, 4, bias=False)
+    hooked.register_forward_hook(lambda *_: None)
+    patched, normed = (nn.Linear(3, 4, bias=False) for _ in range(2))
+    patched.forward = lambda x: x
+    nn.utils.parametrizations.weight_norm(normed)
+    assert [is_plain(p) for p in (plain_one, with_bias, hooked, patched, normed)] == [True, *[False] * 4]
+
+
 def test_only_some_gradients() -> None:
     leaves, ids, rope = make_inputs()
     expected = torch.autograd.grad(plain(leaves, ids, rope)[0].sum(), leaves)
     for i, leaf in enumerate(leaves):
         alone = [t if t is leaf else t.detach() for t in leaves]
-        values = absorbed_attention(*alone, ids, rope, sm_scale=SCALE).values
+        values = absorbed_attention(*alone, ids, rope, sm_scale=SCALE).out
         torch.testing.assert_close(torch.autograd.grad(values.sum(), leaf)[0], expected[i])
 
 
 def test_second_derivatives_raise() -> None:
     leaves, ids, rope = make_inputs()
-    values = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE).values
+    values = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE).out
     (gradient,) = torch.autograd.grad(values.sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="dsa::sparse_mla_bwd: second derivatives"):
         gradient.sum().backward()
@@ -91,14 +116,14 @@ def test_without_gradients() -> None:
         q = absorbed_queries(leaves[0], leaves[1], rope)
     torch.testing.assert_close(q, absorbed_queries(leaves[0], leaves[1], rope).detach())
     assert got.distribution is None
-    torch.testing.assert_close(got.values, expected[0])
+    torch.testing.assert_close(got.out, expected[0])
 
 
 def test_checkpoints() -> None:
     leaves, ids, rope = make_inputs()
 
     def values() -> Tensor:
-        return absorbed_attention(*leaves, ids, rope, sm_scale=SCALE).values
+        return absorbed_attention(*leaves, ids, rope, sm_scale=SCALE).out
 
     expected = torch.autograd.grad(values().sum(), leaves)
     for reentrant in (False, True):

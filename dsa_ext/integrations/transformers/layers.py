@@ -17,6 +17,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttent
 from dsa_ext import functional
 from dsa_ext.integrations.transformers.masks import NAME, bounds_of
 from dsa_ext.nn.absorbed import Rope, absorbed_attention
+from dsa_ext.nn.heads import is_plain
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 from dsa_ext.nn.rotary import rotated
 from dsa_ext.ops._checks import describe
@@ -100,8 +101,7 @@ def misfit(layer: Any) -> str | None:
 def _latent_weights(layer: Any, like: Tensor) -> list[Tensor]:
     """The weights of kv_b_proj for keys and for values, per head: [H, columns, 512]."""
     projection = layer.kv_b_proj
-    is_changed = projection._forward_pre_hooks or projection._forward_hooks or "forward" in vars(projection)
-    if type(projection) is nn.Linear and not is_changed:
+    if is_plain(projection):
         weight = projection.weight
     else:  # by an adapter, a quantizer or an offload: its product with the unit matrix
         weight = projection(torch.eye(_LATENT, device=like.device, dtype=like.dtype)).T
@@ -187,11 +187,13 @@ def _attend(
     # The bounds also hold for ids that come from elsewhere.
     slots: Any = {"starts": bounds.starts, "ends": bounds.ends, "sm_scale": layer.scaling}
     rope = Rope(cos[:, :, None], sin[:, :, None], interleaved=True)
-    values, _, p = absorbed_attention(
+    out_weight = layer.o_proj.weight if is_plain(layer.o_proj) else None
+    out, _, p = absorbed_attention(
         heads, key_weight, value_weight, kv, listed, rope,
-        deterministic=options.deterministic, distribution=trains and tensors is not None, **slots,
+        out_weight=out_weight, deterministic=options.deterministic, distribution=trains and tensors is not None,
+        **slots,
     )  # fmt: skip
-    out = layer.o_proj(values.flatten(2))
+    out = layer.o_proj(out.flatten(2)) if out_weight is None else out
     if tensors is not None and p is not None:
         if isinstance(layer.kv_b_proj.weight, DTensor):  # heads are split over ranks
             torch.distributed.all_reduce(p, group=layer.kv_b_proj.weight.device_mesh.get_group())
