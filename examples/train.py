@@ -5,10 +5,14 @@ again (held-out text). First the model learns with dense attention. Then everyth
 learn to predict attention to all keys (warm-up). Last, queries read only the keys that the indexers select, and
 everything learns: the model from the text, the indexers from the keys that they select.
 With `--streams` layers are joined by hyper-connections instead of residual connections.
+
+On several GPUs, or processes of a CPU, `torchrun --nproc-per-node 2 examples/train.py`: the ranks divide the heads of
+projections and the queries of attention, and all of them compute everything else.
 """
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,8 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import dsa_ext
+from dsa_ext.distributed import parallelize
 from dsa_ext.nn import HyperConnection, Phase, SparseMLA
 from dsa_ext.testing.progress import Progress
 
@@ -180,19 +187,42 @@ def batches(text: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
         yield torch.stack([text[start : start + args.length + 1] for start in starts]).to(args.device)
 
 
+def divided_last(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that every rank has, and those that are divided among the ranks: PyTorch's functions for lists of
+    tensors take no mixture."""
+    groups: list[list[nn.Parameter]] = [[], []]
+    for parameter in parameters:
+        groups[isinstance(parameter, DTensor)].append(parameter)
+    return [group for group in groups if group]
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> None:
+    """nn.utils.clip_grad_norm_ for both kinds of parameters."""
+    groups = divided_last(parameters)
+    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    norm = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+
+
 def train(args: argparse.Namespace) -> History:
     torch.manual_seed(args.seed)
     text, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8).long() for part in read_text())
     windows = held_out.unfold(0, args.length + 1, args.length)
     windows = windows[torch.linspace(0, len(windows) - 1, min(HELD_OUT_WINDOWS, len(windows))).long()].to(args.device)
     model = Model(args).to(args.device, torch.bfloat16 if args.device.type == "cuda" else torch.float32)
+    if args.ranks > 1:
+        mesh = init_device_mesh(args.device.type, (args.ranks,), mesh_dim_names=("ranks",))
+        for block in model.blocks:
+            parallelize(block.attention.layer.attention, mesh, tensor="ranks")
     stream, history = batches(text, args), History()
     sample = next(stream)[:, :-1]
     phases: dict[Phase, int] = {"dense": args.dense_steps, "warmup": args.warmup_steps, "sparse": args.sparse_steps}
     progress = Progress(total=sum(phases.values()))
     for phase, steps in phases.items():
         parameters = model.enter(phase)
-        optimizer = torch.optim.AdamW(parameters, lr=args.indexer_lr if phase == "warmup" else args.lr)
+        groups = [{"params": group} for group in divided_last(parameters)]
+        optimizer = torch.optim.AdamW(groups, lr=args.indexer_lr if phase == "warmup" else args.lr)
         for step in range(steps):
             if step == 0 or len(history.phases) % args.measure_every == 0:
                 history.selections[len(history.phases)] = model.selection(sample)
@@ -203,7 +233,7 @@ def train(args: argparse.Namespace) -> History:
             optimizer.zero_grad()
             losses = {"dense": [language], "warmup": [indexer], "sparse": [language, indexer]}[phase]
             torch.stack(losses).sum().backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
+            clip_gradients(parameters, 1.0)
             optimizer.step()
             history.language.append(float(language.detach()))
             history.indexer.append(math.nan if indexer is None else float(indexer.detach()) / args.layers)
@@ -211,7 +241,8 @@ def train(args: argparse.Namespace) -> History:
             history.phases.append(phase)
             if step % 20 == 0:
                 label = f"{phase}: language {history.language[-1]:.2f}, indexer {history.indexer[-1]:.3f}"
-            progress.step(label)
+            if args.rank == 0:
+                progress.step(label)
         if steps:
             history.held_out.append((len(history.phases), model.loss(windows)))
     history.selections[len(history.phases)] = model.selection(sample)
@@ -320,16 +351,28 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     held_out = len(read_text()[1])
     if not args.length < held_out:
         parser.error(f"--length must be below the size of the held-out text, {held_out} bytes, got {args.length}")
-    args.device = torch.device("cuda" if hopper else "cpu")
+    args.rank, args.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+    args.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if hopper else torch.device("cpu")
+    if args.heads % args.ranks != 0:
+        parser.error(f"--heads must be a multiple of the {args.ranks} ranks, got {args.heads}")
     return args
 
 
 def main() -> None:
     args = parse_arguments()
-    print(f"device: {dsa_ext.build_info()['device']}; {dsa_ext.build_info()['kernels']}")
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device)
+    if args.ranks > 1:
+        torch.distributed.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
+    if args.rank == 0:
+        ranks = f", {args.ranks} ranks" if args.ranks > 1 else ""
+        print(f"device: {dsa_ext.build_info()['device']}; {dsa_ext.build_info()['kernels']}{ranks}")
     history = train(args)
-    draw(history, args.picture)
-    print_report(args, history)
+    if args.rank == 0:
+        draw(history, args.picture)
+        print_report(args, history)
+    if args.ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

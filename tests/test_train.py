@@ -1,8 +1,11 @@
 """examples/train.py with fewer steps: losses fall, and the indexers learn to select what attention prefers."""
 
 import math
+import os
 import random
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,33 @@ def test_held_out_text_is_not_trained_on(
     for windows, _ in measured:
         for window in map(bytes, windows.tolist()):
             assert not any(window[i : i + 8] in text for i in range(len(window) - 7))
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_training_on_two_ranks(example: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torchrun with two processes prints the same losses and selections as one process."""
+    sizes = "--length 64 --topk 8 --batch 2 --hidden 64 --dense-steps 3 --warmup-steps 2 --sparse-steps 2"
+    arguments = [*sizes.split(), "--picture", str(tmp_path / "training.png")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "train.py")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ranks = subprocess.run([sys.executable, *torchrun, *arguments], env=environment, capture_output=True, text=True)
+    assert ranks.returncode == 0, ranks.stderr
+    assert "2 ranks" in ranks.stdout
+    args = example["parse_arguments"](arguments)
+    example["print_report"](args, example["train"](args))
+
+    def rows(report: str) -> list[list[str]]:
+        """The table, without the times."""
+        return [line.split()[:-2] for line in report.splitlines() if line.startswith(("dense", "warmup", "sparse"))]
+
+    expected = rows(capsys.readouterr().out)
+    assert len(expected) == 3
+    for got_row, row in zip(rows(ranks.stdout), expected, strict=True):
+        for got, value in zip(got_row, row, strict=True):
+            if value[-1].isdigit() or value[-1] == "%":
+                assert float(got.rstrip("%")) == pytest.approx(float(value.rstrip("%")), rel=0.02, abs=0.02)
+            else:
+                assert got == value
 
 
 @pytest.mark.gpu

@@ -75,7 +75,7 @@ class ParallelSparseMLA(SparseMLA):
             return SparseMLAOutput(self._out(values), None, None)
         heads = rows_for_heads(heads, among_heads, self._tp)
         kv = shared(all_rows(self._keys(x, here), context, self._cp), self._tp)
-        kv_b = all_heads(_local(self.kv_b_proj.weight), self._tp)
+        kv_b = self._kv_b()
         tensors = None
         if self.phase != "dense" and ids is None:
             tensors = self._indexer_tensors(x.detach(), q_latent.detach(), here, queries, own, context)
@@ -85,6 +85,13 @@ class ParallelSparseMLA(SparseMLA):
         if loss is not None:
             loss = summed(summed(loss * (len(own) / max(1, seq_len)), self._tp), self._cp)
         return SparseMLAOutput(out, loss, ids)
+
+    def _kv_b(self) -> Tensor:
+        return all_heads(_local(self.kv_b_proj.weight), self._tp)
+
+    def _heads(self, q_latent: Tensor) -> Tensor:
+        weight = all_heads(_local(self.q_b_proj.weight), self._tp)
+        return linear(q_latent, weight).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
 
     def _out(self, values: Tensor) -> Tensor:
         """The output, from those of this rank's heads."""

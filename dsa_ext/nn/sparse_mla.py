@@ -145,14 +145,14 @@ class SparseMLA(nn.Module):
             self._check_ids(ids, x)
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         if self.phase == "dense" and rows.bounds is None:
-            values = self._dense(self._heads(q_latent), *self._latent_keys(x, rows), self.kv_b_proj.weight, rows)
+            values = self._dense(self._heads(q_latent), *self._latent_keys(x, rows), self._kv_b(), rows)
             return SparseMLAOutput(self.o_proj(values.flatten(2)), None, None)
         tensors = None
         if self.phase != "dense" and ids is None:
             tensors = self.indexer(x.detach(), q_latent.detach(), rows.positions)
         out_weight = self.o_proj.weight if is_plain(self.o_proj) else None
         out, loss, ids = self._absorbed(
-            self._heads(q_latent), self._keys(x, rows), self.kv_b_proj.weight, tensors, ids, rows, out_weight
+            self._heads(q_latent), self._keys(x, rows), self._kv_b(), tensors, ids, rows, out_weight
         )
         return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, loss, ids)
 
@@ -162,7 +162,7 @@ class SparseMLA(nn.Module):
         rows = self._rows(x)
         heads, kv = self._heads(self.q_a_layernorm(self.q_a_proj(x))), self._keys(x, rows)
         all_keys = _all_keys(heads, kv)
-        p = self._attend(heads, kv, self.kv_b_proj.weight, all_keys, rows, distribution=True).distribution
+        p = self._attend(heads, kv, self._kv_b(), all_keys, rows, distribution=True).distribution
         assert p is not None
         return p[..., : x.shape[1]] / self.heads
 
@@ -261,6 +261,10 @@ class SparseMLA(nn.Module):
             sm_scale=self.sm_scale, out_weight=out_weight, distribution=distribution, **rows.visible(),
         )  # fmt: skip
 
+    def _kv_b(self) -> Tensor:
+        """The weight of kv_b_proj, of all heads."""
+        return self.kv_b_proj.weight
+
     def _weights(self, kv_b: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of kv_b_proj for keys and for values, per head: [H, nope_dim or v_dim, kv_lora_rank]."""
         weights = kv_b.view(self.heads, -1, self.kv_lora_rank)
@@ -275,6 +279,7 @@ class SparseMLA(nn.Module):
         return torch.cat(self._latent_keys(x, rows), dim=-1)[:, :, None]
 
     def _heads(self, q_latent: Tensor) -> Tensor:
+        """Queries of all heads [B, S, H, nope_dim + rope_dim], without RoPE."""
         heads: Tensor = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
         return heads
 
