@@ -29,7 +29,10 @@ from dsa_ext.ops._checks import describe
 
 
 class ParallelSparseMLA(SparseMLA):
-    """What `parallelize` makes of a SparseMLA. See there."""
+    """What `parallelize` makes of a SparseMLA. See there.
+
+    `attention_to_all` and `select` take whole sequences, equal on all ranks, and return results for all queries.
+    """
 
     _tp: Group
     _cp: Group
@@ -60,7 +63,8 @@ class ParallelSparseMLA(SparseMLA):
         context = shares_of(seq_len, in_context, self._order, x.device)
         held = context.rows(rank_in(self._cp))
         if x.dim() != 3 or x.shape[1] != len(held):
-            raise ValueError(f"SparseMLA: x must have {len(held)} of {seq_len} rows on this rank, got {list(x.shape)}")
+            expected = f"[B, {len(held)}, hidden_size], the rows_of_rank({seq_len})"
+            raise ValueError(f"ParallelSparseMLA: x must be {expected} of this rank, got {describe(x)}")
         among_heads = shares_of(len(held), size_of(self._tp), "zigzag", x.device)
         own = among_heads.rows(rank_in(self._tp))
         whole = self._rows(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
@@ -91,7 +95,8 @@ class ParallelSparseMLA(SparseMLA):
 
     def _heads(self, q_latent: Tensor) -> Tensor:
         weight = all_heads(_local(self.q_b_proj.weight), self._tp)
-        return linear(q_latent, weight).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
+        heads: Tensor = linear(q_latent, weight).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
+        return heads
 
     def _out(self, values: Tensor) -> Tensor:
         """The output, from those of this rank's heads."""
@@ -133,20 +138,29 @@ def parallelize(
     over that dimension, or an all-reduce, adds them up.
 
     Args:
-        layer: equal on all ranks.
+        layer: equal on all ranks. Load its checkpoint before, or afterwards with torch.distributed.checkpoint.
         mesh: of the ranks; dimensions that are not named have no effect.
         tensor, context: names of dimensions of the mesh.
         order: how rows are divided along `context`: "zigzag" gives all ranks the same work, "contiguous" neighboring
             rows.
 
     Raises:
-        ValueError: the mesh has no such dimension, the heads cannot be divided among its ranks, or the layers of the
-            ranks differ in shape, dtype or options; then all ranks raise it.
+        TypeError: layer is not a SparseMLA, or mesh not a DeviceMesh.
+        ValueError: the layer is parallel already, the mesh has no such dimension, both are the same or none is named,
+            the heads cannot be divided among the ranks, or the layers of the ranks differ in shape, dtype or options;
+            then all ranks raise it. That their weights are equal is not checked.
     """
+    for argument, value, kind in (("layer", layer, SparseMLA), ("mesh", mesh, DeviceMesh)):
+        if not isinstance(value, kind):
+            raise TypeError(f"parallelize: {argument} must be a {kind.__name__}, got {type(value).__name__}")
+    if isinstance(layer, ParallelSparseMLA):
+        raise ValueError("parallelize: the layer is parallel already")
     names = mesh.mesh_dim_names or ()
     for argument, name in (("tensor", tensor), ("context", context)):
         if name is not None and name not in names:
             raise ValueError(f"parallelize: {argument} must be a dimension of the mesh, one of {names}, got {name!r}")
+    if tensor == context:
+        raise ValueError(f"parallelize: tensor and context must be two dimensions or one of them None, got {tensor!r}")
     if order not in ("zigzag", "contiguous"):
         raise ValueError(f"parallelize: order must be 'zigzag' or 'contiguous', got {order!r}")
     ranks = 1 if tensor is None else mesh[tensor].size()

@@ -15,6 +15,7 @@ from dsa_ext.ops._checks import describe
 
 Phase = Literal["dense", "warmup", "sparse"]
 _PHASES = ("dense", "warmup", "sparse")
+_LATENT, _ROPE_COLUMNS, _MAX_HEADS = 512, 64, 128
 
 
 class SparseMLAOutput(NamedTuple):
@@ -82,6 +83,16 @@ class SparseMLA(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"hidden_size": hidden_size, "q_lora_rank": q_lora_rank, "nope_dim": nope_dim, "v_dim": v_dim}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"SparseMLA: {name} must be a positive int, got {size!r}")
+        for name, size, only in (("rope_dim", rope_dim, _ROPE_COLUMNS), ("kv_lora_rank", kv_lora_rank, _LATENT)):
+            if size != only:
+                raise ValueError(f"SparseMLA: {name} must be {only}, got {size!r}")
+        if heads not in range(1, _MAX_HEADS + 1):
+            raise ValueError(f"SparseMLA: heads must be an int from 1 to {_MAX_HEADS}, got {heads!r}")
+        self.hidden_size = hidden_size
         self.heads, self.nope_dim, self.rope_dim, self.v_dim = heads, nope_dim, rope_dim, v_dim
         check_layout("SparseMLA", "rope", rope)
         check_yarn("SparseMLA", yarn, rope_theta)
@@ -103,10 +114,6 @@ class SparseMLA(nn.Module):
         options = {"rope_theta": rope_theta, "yarn": yarn, "device": device, "dtype": dtype, **(indexer or {})}
         self.indexer = LightningIndexer(hidden_size, q_lora_rank, **options)
         self.indexer.check_topk(topk)
-        q = torch.empty(1, 0, heads, kv_lora_rank + rope_dim, device="meta", dtype=torch.bfloat16)
-        functional.sparse_mla(
-            q, q[:, :, :1], q.new_empty(1, 0, 1, 1, dtype=torch.int32), d_v=kv_lora_rank
-        )  # checks them
 
     @property
     def phase(self) -> Phase:
@@ -140,6 +147,7 @@ class SparseMLA(nn.Module):
         Returns:
             SparseMLAOutput. Its ids are rows of x, also with cu_seqlens.
         """
+        self._check_input(x)
         rows = self._rows(x, positions, cu_seqlens)
         if ids is not None:
             self._check_ids(ids, x)
@@ -159,6 +167,7 @@ class SparseMLA(nn.Module):
     @torch.no_grad()
     def attention_to_all(self, x: Tensor) -> Tensor:
         """Weights of dense attention, averaged over heads: [B, S, S], fp32 (float64 for float64 inputs)."""
+        self._check_input(x)
         rows = self._rows(x)
         heads, kv = self._heads(self.q_a_layernorm(self.q_a_proj(x))), self._keys(x, rows)
         all_keys = _all_keys(heads, kv)
@@ -168,11 +177,10 @@ class SparseMLA(nn.Module):
 
     def select(self, x: Tensor) -> Tensor:
         """The keys that the indexer selects for the layer's input [B, S, topk], int32: ascending, then -1."""
+        self._check_input(x)
         return self.indexer.select(self.indexer(x, self.q_a_layernorm(self.q_a_proj(x))), self.topk)
 
     def _rows(self, x: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> "_Rows":
-        if x.dim() != 3:
-            raise ValueError(f"SparseMLA: x must be [B, S, hidden_size], got {describe(x)}")
         if positions is not None:
             check_positions("SparseMLA", positions, x)
         row = torch.arange(x.shape[1], device=x.device)
@@ -187,9 +195,14 @@ class SparseMLA(nn.Module):
         bounds = starts[None], (row + 1).int()[None]
         return _Rows(row - starts if positions is None else positions, bounds)
 
+    def _check_input(self, x: Any) -> None:
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != self.hidden_size:
+            got = describe(x) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"SparseMLA: x must be [B, S, {self.hidden_size}], got {got}")
+
     def _check_ids(self, ids: Tensor, x: Tensor) -> None:
         if self.phase != "sparse":
-            raise ValueError(f"SparseMLA: ids must be None in the phase {self.phase!r}")
+            raise ValueError(f"SparseMLA: ids must be None except in the phase 'sparse', got them in {self.phase!r}")
         is_list = isinstance(ids, Tensor) and ids.dtype == torch.int32 and ids.dim() == 3
         if not is_list or ids.shape[:2] != x.shape[:2] or ids.shape[2] < 1:
             got = describe(ids) if isinstance(ids, Tensor) else type(ids).__name__

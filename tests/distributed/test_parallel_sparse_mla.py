@@ -91,6 +91,9 @@ def run(rank: int, tensor: int, context: int, order: Any, folder: str) -> None:
         )  # rows, and whether they are packed sequences; some ranks have none
         for phase, (seq, packed) in itertools.product(("sparse", "warmup", "dense"), inputs):
             compare(layer, parallel, cp, seq, phase, packed)
+        x = normal(BATCH, 24, HIDDEN)
+        assert torch.equal(parallel.select(x), layer.select(x))
+        torch.testing.assert_close(parallel.attention_to_all(x), layer.attention_to_all(x))
     finally:
         dist.destroy_process_group()
 
@@ -175,9 +178,20 @@ def test_errors() -> None:
     ):
         one_rank(lambda mesh: parallelize(make_layer(), mesh, tensor="x"))
     with pytest.raises(ValueError, match="parallelize: order must be 'zigzag' or 'contiguous', got 'random'"):
-        one_rank(lambda mesh: parallelize(make_layer(), mesh, order="random"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"x must have 6 of 6 rows on this rank, got \[2, 5, 48\]"):
-        one_rank(lambda mesh: parallelize(make_layer(), mesh)(normal(2, 5, HIDDEN), seq_len=6))
+        one_rank(lambda mesh: parallelize(make_layer(), mesh, tensor="tp", order="random"))  # type: ignore[arg-type]
+    message = r"ParallelSparseMLA: x must be \[B, 6, hidden_size\], the rows_of_rank\(6\) of this rank, got float64 \["
+    with pytest.raises(ValueError, match=message):
+        one_rank(lambda mesh: parallelize(make_layer(), mesh, tensor="tp")(normal(2, 5, HIDDEN), seq_len=6))
+    for names, got in (({}, "None"), ({"tensor": "tp", "context": "tp"}, "'tp'")):
+        message = f"parallelize: tensor and context must be two dimensions or one of them None, got {got}"
+        with pytest.raises(ValueError, match=message):
+            one_rank(lambda mesh, names=names: parallelize(make_layer(), mesh, **names))
+    with pytest.raises(ValueError, match="parallelize: the layer is parallel already"):
+        one_rank(lambda mesh: parallelize(parallelize(make_layer(), mesh, tensor="tp"), mesh, tensor="tp"))
+    with pytest.raises(TypeError, match="parallelize: layer must be a SparseMLA, got Linear"):
+        one_rank(lambda mesh: parallelize(torch.nn.Linear(2, 2), mesh, tensor="tp"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="parallelize: mesh must be a DeviceMesh, got str"):
+        parallelize(make_layer(), "tp", tensor="tp")  # type: ignore[arg-type]
 
 
 def with_another_layer(rank: int, folder: str) -> None:

@@ -278,13 +278,44 @@ def test_errors() -> None:
         pytest.raises(ValueError, match="enable: the model is enabled or registered already"),
     ):
         integration.enable(model)
-    with pytest.raises(ValueError, match=r"weights must not be torch\.float16; bfloat16 runs on a GPU"):
+    with pytest.raises(ValueError, match=r"weights must be bfloat16 \(on the CPU also float32\), got float16"):
         integration.enable(make_model().half())
     both = "kv_lora_rank must be 512, got 256; index_n_heads must be one of"
     with pytest.raises(ValueError, match=both):
         integration.enable(make_model(kv_lora_rank=256, index_n_heads=4))
     with pytest.raises(ValueError, match="enable: Linear has no layer of DeepseekV32 or GlmMoeDsa"):
         integration.enable(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="enable: model must be a model of transformers, got str"):
+        integration.enable("model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="enable: train_indexer must be a bool, got 'yes'"):
+        integration.enable(make_model(), train_indexer="yes")  # type: ignore[arg-type]
+    for coeff in (-1.0, float("nan"), float("inf"), "a"):
+        with pytest.raises(
+            ValueError, match=f"enable: loss_coeff must be a finite number of at least 0, got {coeff!r}"
+        ):
+            integration.enable(make_model(), loss_coeff=coeff)  # type: ignore[arg-type]
+
+
+def test_handles() -> None:
+    model = make_model()
+    handle = integration.enable(model)
+    assert repr(handle) == f"<Handle of {', '.join(n for n, _ in model.named_modules() if n.endswith('self_attn'))}>"
+    with handle.record(), pytest.raises(RuntimeError, match=r"Handle\.record: selections are being recorded already"):
+        handle.record().__enter__()
+    with pytest.raises(TypeError, match=r"Handle\.replay: ids must be a dict of tensors by layer index, got NoneType"):
+        handle.replay(None).__enter__()  # type: ignore[arg-type]
+    handle.disable()
+    assert repr(handle).endswith(", disabled>")
+    for use in (handle.record, lambda: handle.replay({})):
+        with pytest.raises(RuntimeError, match="the handle is disabled"):
+            use().__enter__()
+
+
+def test_models_that_do_not_fit() -> None:
+    model = make_model(index_n_heads=4)
+    with pytest.warns(UserWarning, match="enable: no layer fits, so nothing changes: index_n_heads must be one of"):
+        handle = integration.enable(model, strict=False)
+    assert "no layer" in repr(handle)
 
 
 @pytest.mark.parametrize("name", MODELS)

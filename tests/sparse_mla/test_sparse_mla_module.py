@@ -265,23 +265,32 @@ def test_errors() -> None:
     for rope_dim in (31, 66, -2):
         with pytest.raises(ValueError, match=f"rope_dim must be even, from 0 to head_dim=64, got {rope_dim}"):
             LightningIndexer(8, 8, head_dim=64, rope_dim=rope_dim)
-    with pytest.raises(ValueError, match=r"SparseMLA: x must be \[B, S, hidden_size\], got float64 \[9, 48\]"):
-        layer(make_input()[0])
+    x = make_input()
+    for call in (layer, layer.select, layer.attention_to_all):
+        for bad, got in ((x[0], r"float64 \[9, 48\]"), (x[..., 1:], r"float64 \[2, 9, 47\]"), (None, "NoneType")):
+            with pytest.raises(ValueError, match=rf"SparseMLA: x must be \[B, S, 48\], got {got}"):
+                call(bad)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"topk": 5000}, "topk must be from 1 to 4096, got 5000"),
-        ({"rope_dim": 32}, "(Dqk, d_v) must be (576, 512) or (512, 512), got (544, 512)"),
-        ({"heads": 129}, "at most 128 per group, got 129 heads"),
+        ({"rope_dim": 32}, "SparseMLA: rope_dim must be 64, got 32"),
+        ({"kv_lora_rank": 256}, "SparseMLA: kv_lora_rank must be 512, got 256"),
+        ({"heads": 129}, "SparseMLA: heads must be an int from 1 to 128, got 129"),
+        ({"heads": "4"}, "SparseMLA: heads must be an int from 1 to 128, got '4'"),
+        ({"hidden_size": 0}, "SparseMLA: hidden_size must be a positive int, got 0"),
+        ({"q_lora_rank": None}, "SparseMLA: q_lora_rank must be a positive int, got None"),
+        ({"nope_dim": -1}, "SparseMLA: nope_dim must be a positive int, got -1"),
+        ({"v_dim": 1.5}, "SparseMLA: v_dim must be a positive int, got 1.5"),
         ({"indexer": {"heads": 12}}, "q's heads must be 8, 16, 32 or 64, got 12"),
         ({"indexer": {"head_dim": 96}}, "q's head dimension must be 64 or 128, got 96"),
     ],
     ids=str,
 )
 def test_errors_of_sizes(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError, match=re.escape(message)):
+    with pytest.raises((RuntimeError, ValueError), match=re.escape(message)):
         SparseMLA(**{"hidden_size": 48, "heads": 4, "q_lora_rank": 32, **options})
 
 

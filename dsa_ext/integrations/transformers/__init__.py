@@ -5,6 +5,7 @@ of queries times keys is made: the model hands each layer the first and the last
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,10 +23,16 @@ __all__ = ["Handle", "enable", "register"]
 
 
 class Handle:
-    """Undoes `enable`, by `disable()` or at the end of a `with` block."""
+    """An enabled model: reads the loss of its indexers, records and replays selections, and restores the model, by
+    `disable()` or at the end of a `with` block."""
 
-    def __init__(self, options: Options, undo: list[Callable[[], None]], selecting: Sequence[int]) -> None:
-        self._options, self._undo, self._selecting = options, undo, sorted(selecting)
+    def __init__(
+        self, options: Options, undo: list[Callable[[], None]], selecting: Sequence[int], enabled: Sequence[str]
+    ) -> None:
+        self._options, self._undo, self._selecting, self._layers = options, undo, sorted(selecting), enabled
+
+    def __repr__(self) -> str:
+        return f"<Handle of {', '.join(self._layers) or 'no layer'}{'' if self._undo else ', disabled'}>"
 
     def indexer_loss(self) -> Tensor:
         """The loss of the indexers in the last forward pass: a scalar in nats, the mean over queries that see a key and
@@ -37,9 +44,14 @@ class Handle:
         """
         loss = self._options.indexer_loss()
         if loss is None:
-            why = "pass train_indexer=True, and run a forward with gradients and a mask of one interval per query"
-            raise RuntimeError(f"there is no indexer loss: {why}")
+            why = "run a forward with gradients, and with a mask whose keys are one interval for each query"
+            why = why if self._options.train_indexer else "pass train_indexer=True to enable"
+            raise RuntimeError(f"Handle.indexer_loss: there is no loss: {why}")
         return loss
+
+    def _check_enabled(self, where: str) -> None:
+        if not self._undo:
+            raise RuntimeError(f"Handle.{where}: the handle is disabled")
 
     @contextmanager
     def record(self) -> Iterator[dict[int, Tensor]]:
@@ -47,23 +59,35 @@ class Handle:
         indexer, int32, ascending, then -1. They count positions of the input, padding included.
 
         Forward passes that continue a cache, as in generation, add their queries; any other begins a new record.
+
+        Raises:
+            RuntimeError: the handle is disabled, or the block is within another one of `record`.
         """
-        before, self._options.recorded = self._options.recorded, {}
+        self._check_enabled("record")
+        if self._options.recorded is not None:
+            raise RuntimeError("Handle.record: selections are being recorded already")
+        self._options.recorded = {}
         try:
             yield self._options.recorded
         finally:
-            self._options.recorded = before
+            self._options.recorded = None
 
     @contextmanager
     def replay(self, ids: Mapping[int, Tensor]) -> Iterator[None]:
         """In the block, layers use these selections, like those of `record`, instead of their indexers': in
-        reinforcement learning, those with which tokens were generated. The indexers still learn, on these keys.
+        reinforcement learning, those with which tokens were generated. The indexers still learn, on these keys. Ids of
+        keys that a query may not see are ignored.
 
         Raises:
+            RuntimeError: the handle is disabled.
+            TypeError: `ids` is not a mapping from indices of layers to tensors.
             ValueError: `ids` are not those of all layers that have an indexer.
         """
+        self._check_enabled("replay")
+        if not isinstance(ids, Mapping) or not all(isinstance(tensor, Tensor) for tensor in ids.values()):
+            raise TypeError(f"Handle.replay: ids must be a dict of tensors by layer index, got {type(ids).__name__}")
         if sorted(ids) != self._selecting:
-            raise ValueError(f"replay: ids must be of the layers {self._selecting}, got {sorted(ids)}")
+            raise ValueError(f"Handle.replay: ids must be of the layers {self._selecting}, got {sorted(ids)}")
         before, self._options.replayed = self._options.replayed, ids
         try:
             yield
@@ -105,9 +129,10 @@ def enable(
             2.1). Otherwise they get none, as in transformers.
         loss_coeff: with train_indexer, `loss_coeff` times the mean of the layers' losses is added to the loss that the
             model computes from labels. 0 if you add `Handle.indexer_loss` yourself.
-        deterministic: if True, the gradients of attention and of the indexers are deterministic (bitwise). By default
-            `torch.use_deterministic_algorithms` decides, and with False too.
-        strict: raise an error if a layer does not fit the operators. Otherwise such layers stay as they are.
+        deterministic: if True, the gradients of attention and of the indexers are deterministic (bitwise). None and
+            False leave the choice to `torch.use_deterministic_algorithms`.
+        strict: raise an error if a layer does not fit the operators. Otherwise such layers stay as they are, and there
+            is a warning if none fits.
 
     Returns:
         a handle that restores the model. In a `with` statement it does so at the end of the block.
@@ -116,11 +141,19 @@ def enable(
         ValueError: there is no such layer, the model is enabled or registered already, or `strict` and a layer does not
             fit; the message says why.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"enable: model must be a model of transformers, got {type(model).__name__}")
     if indexer not in ("bf16", "fp8"):
         raise ValueError(f"enable: indexer must be 'bf16' or 'fp8', got {indexer!r}")
+    if not isinstance(train_indexer, bool):
+        raise TypeError(f"enable: train_indexer must be a bool, got {train_indexer!r}")
+    if not isinstance(loss_coeff, (int, float)) or not 0 <= loss_coeff < float("inf"):
+        raise ValueError(f"enable: loss_coeff must be a finite number of at least 0, got {loss_coeff!r}")
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if type(layer) in REPLACEMENTS}
     if any(type(layer) in REPLACEMENTS.values() for layer in model.modules()):
-        raise ValueError("enable: the model is enabled or registered already; disable() its handle, or make it anew")
+        raise ValueError(
+            "enable: the model is enabled or registered already; disable() its handle, or create a new model"
+        )
     if not layers:
         raise ValueError(f"enable: {type(model).__name__} has no layer of DeepseekV32 or GlmMoeDsa")
     reasons = {name: reason for name, layer in layers.items() if (reason := misfit(layer)) is not None}
@@ -129,18 +162,21 @@ def enable(
 
     if deterministic not in (None, False, True):
         raise ValueError(f"enable: deterministic must be True, False or None, got {deterministic!r}")
-    fitting = [layer for name, layer in layers.items() if name not in reasons]
+    fitting = {name: layer for name, layer in layers.items() if name not in reasons}
+    if not fitting:
+        warnings.warn(f"enable: no layer fits, so nothing changes: {next(iter(reasons.values()))}", stacklevel=2)
     bases = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     heads = [base for base in bases if base.get_output_embeddings() is not None]  # type: ignore[no-untyped-call]
     if train_indexer and loss_coeff != 0 and not heads:
         raise ValueError("enable: loss_coeff must be 0, since the model has no head that computes a loss")
 
     options, undo = Options(indexer, train_indexer, bool(deterministic)), list[Callable[[], None]]()
-    handle = Handle(options, undo, [layer.layer_idx for layer in fitting if layer.indexer is not None])
-    for layer in fitting:
+    selecting = [layer.layer_idx for layer in fitting.values() if layer.indexer is not None]
+    handle = Handle(options, undo, selecting, list(fitting))
+    for layer in fitting.values():
         _replace(layer, options, undo)
     if not reasons and bases:  # otherwise other layers of the model need masks
-        _set_implementation(model, fitting, undo)
+        _set_implementation(model, fitting.values(), undo)
     if train_indexer and loss_coeff != 0:
         _set(heads[0], "loss_function", LossWithIndexer(heads[0].loss_function, options, loss_coeff), undo)
     return handle

@@ -20,7 +20,7 @@ from dsa_ext.nn.absorbed import Rope, absorbed_attention
 from dsa_ext.nn.heads import is_plain
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 from dsa_ext.nn.rotary import rotated
-from dsa_ext.ops._checks import describe
+from dsa_ext.ops._checks import describe, dtype_name
 
 _LATENT, _ROPE = 512, 64
 _INDEXER_HEADS, _INDEXER_COLUMNS, _MAX_TOPK, _MAX_HEADS = (8, 16, 32, 64), (64, 128), 4096, 128
@@ -92,7 +92,7 @@ def misfit(layer: Any) -> str | None:
         ),
         f"index_topk must be at most {_MAX_TOPK}, got {c.index_topk}": c.index_topk <= _MAX_TOPK,
         f"config.is_causal must be True, got {getattr(c, 'is_causal', True)}": getattr(c, "is_causal", True),
-        f"weights must not be {dtype}; bfloat16 runs on a GPU": dtype != torch.float16,
+        f"weights must be bfloat16 (on the CPU also float32), got {dtype_name(dtype)}": dtype != torch.float16,
     }
     reasons = [reason for reason, holds in requirements.items() if not holds]
     return "; ".join(reasons) or None
