@@ -12,8 +12,8 @@ from torch import Tensor
 from dsa_ext.distributed.shares import Shares
 
 # PyTorch 2.13 renamed them.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Group = Any  # a ProcessGroup, or None for one rank
 
@@ -68,14 +68,14 @@ def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """This rank's part of dimension 0 of the sum over ranks, in fp32 at least."""
     total = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     part = total.new_empty(total.shape[0] // size_of(group), *total.shape[1:])
-    _reduce_scatter(part, total, group=group)
+    _scatter_single(part, total, group=group)
     return part.to(x.dtype)
 
 
 def _all_gather(x: Tensor, group: Group) -> Tensor:
     """The tensors of all ranks along dimension 0."""
     out = x.new_empty(x.shape[0] * size_of(group), *x.shape[1:])
-    _all_gather(out, x.contiguous(), group=group)
+    _gather_single(out, x.contiguous(), group=group)
     return out
 
 
