@@ -166,8 +166,8 @@ def run_fused_dsa_attention(
         config, layout: not used, except Megatron's arguments on packed sequences.
     """
     tensors = _indexer_tensors(q_indexer, k_indexer, indexer_weights, indexer_topk, use_relu, layout)
-    is_plain = absorbed_mla and value is None and key_positions is None and _is_absorbed(query, key)
-    if tensors is None or not is_plain or up_v_weight is None or up_v_weight.shape[-1] != _LATENT:
+    is_supported = absorbed_mla and value is None and key_positions is None and _is_absorbed(query, key)
+    if tensors is None or not is_supported or up_v_weight is None or up_v_weight.shape[-1] != _LATENT:
         return None
     if varlen_starts is None or varlen_ends is None:
         return None

@@ -1,7 +1,7 @@
 """Sparse attention of heads that are given without absorption: queries [B, S, H, nope + rope], before RoPE.
 
 The attention kernels read queries of latent + rope columns, three times as many at the sizes of DeepSeek-V3.2. So
-these are made for some thousand queries at a time, forward and backward, and are never kept.
+absorbed_attention makes these for some thousand queries at a time, forward and backward, and keeps none.
 
 torch.compile decides itself what to keep, so it gets the plain formulas, and so do the transforms of torch.func.
 """
@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from dsa_ext import functional
 from dsa_ext.nn.heads import multiply, multiply_heads, weight_gradient
 from dsa_ext.nn.rotary import rotated, write_rotated
-from dsa_ext.ops._library import is_transformed, not_differentiable_again
+from dsa_ext.ops._library import as_autocast, is_transformed, not_differentiable_again
 
 #: Most bytes of absorbed queries at a time; 7281 queries of 128 heads in bf16.
 _BYTES = 2**30
@@ -80,9 +80,8 @@ def absorbed_attention(
         sm_scale, deterministic, starts, ends: see functional.sparse_mla. Causal without `starts` and `ends`.
         distribution: whether to return the attention weights too, summed over heads.
     """
-    # Under autocast weights may be wider.
+    heads, kv, out_weight = (as_autocast(t) for t in (heads, kv, out_weight))
     weights = key_weight.to(heads.dtype), value_weight.to(heads.dtype)
-    out_weight = None if out_weight is None else out_weight.to(heads.dtype)
     slots: dict[str, Any] = {"sm_scale": sm_scale, "deterministic": deterministic}
     if is_compiling() or is_transformed():
         q = absorbed_queries(heads, weights[0], rope)
@@ -96,12 +95,14 @@ def absorbed_attention(
         values = multiply_heads(latent, weights[1].mT)
         out = values if out_weight is None else linear(values.flatten(2), out_weight)
         return Absorbed(out, lse.detach(), p)
-    result = _AbsorbedAttention.apply(heads, *weights, kv, out_weight, ids, *rope, starts, ends, distribution, slots)  # type: ignore[no-untyped-call]
+    given = heads, *weights, kv, out_weight
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    result = _AbsorbedAttention.apply(*given, ids, *rope, starts, ends, distribution, keep, slots)  # type: ignore[no-untyped-call]
     return Absorbed(*result)
 
 
 class _Queries(NamedTuple):
-    """Queries that are worked on together: of all sequences, or a part of one."""
+    """Queries that are worked on together: of some whole sequences, or a part of one."""
 
     batch: slice
     rows: slice
@@ -112,9 +113,10 @@ class _Queries(NamedTuple):
 
     def visible(self, starts: Tensor | None, ends: Tensor | None) -> dict[str, Any]:
         """What functional.sparse_mla needs to know which keys they see."""
-        if starts is None or ends is None:
+        if starts is None and ends is None:
             return {"q_start": self.rows.start}
-        return {"starts": self.of(starts), "ends": self.of(ends)}
+        bounds = {"starts": starts, "ends": ends}
+        return {name: None if bound is None else self.of(bound) for name, bound in bounds.items()}
 
 
 def _all_queries(heads: Tensor) -> _Queries:
@@ -122,16 +124,19 @@ def _all_queries(heads: Tensor) -> _Queries:
 
 
 def _parts(heads: Tensor, columns: int) -> Iterator[_Queries]:
-    """All queries, or equal parts of sequences whose absorbed form of so many columns has at most _BYTES."""
+    """All queries in parts of about equal size, whose absorbed form of so many columns has at most _BYTES."""
     batch, seq, n_heads = heads.shape[:3]
     most = max(1, _BYTES // (n_heads * columns * heads.element_size()))
-    if batch * seq <= most:
-        yield _all_queries(heads)
-        return
-    rows = -(-seq // -(-seq // most))
-    for b in range(batch):
-        for begin in range(0, seq, rows):
-            yield _Queries(slice(b, b + 1), slice(begin, min(seq, begin + rows)))
+    sequences = _divided(batch, max(1, most // max(1, seq)))
+    for batch_part in sequences:
+        for rows in _divided(seq, most):
+            yield _Queries(batch_part, rows)
+
+
+def _divided(length: int, most: int) -> list[slice]:
+    """Slices of about equal size, of at most `most`; one if the length is 0."""
+    size = -(-length // max(1, -(-length // most)))
+    return [slice(begin, min(length, begin + size)) for begin in range(0, max(1, length), max(1, size))]
 
 
 class _Absorption:
@@ -185,6 +190,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         starts: Tensor | None,
         ends: Tensor | None,
         distribution: bool,
+        keep: bool,
         slots: dict[str, Any],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         heads = heads.contiguous()
@@ -202,12 +208,14 @@ class _AbsorbedAttention(torch.autograd.Function):
             if out_weight is None:
                 multiply(rows.of(out).flatten(0, 1), latent.flatten(0, 1), value_weight.mT)
             else:
-                values = _values(latent, value_weight)
-                torch.mm(values.flatten(1), out_weight.mT, out=rows.of(out).flatten(0, 1))
+                values = _values(latent, value_weight).flatten(1)
+                rows.of(out).flatten(0, 1).addmm_(values, out_weight.mT, beta=0)
             if distribution:
                 ps.append(functional.attn_dist(q, keys, listed, lse, sm_scale=slots["sm_scale"], **visible)[:, :, 0])
-            latents.append(latent)
             lses.append(lse)
+            if keep:
+                latents.append(latent)
+            del q, latent
         ctx.save_for_backward(
             heads, key_weight, value_weight, kv, out_weight, ids, cos, sin, starts, ends, *latents, *lses
         )
@@ -222,7 +230,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         with torch.no_grad():
             gradients = _gradients(ctx, dout, *saved)
         gradients = not_differentiable_again("sparse_mla_bwd", gradients, dout, *saved)
-        return *gradients, *(None,) * 8
+        return *gradients, *(None,) * 9
 
 
 def _gradients(
@@ -247,29 +255,36 @@ def _gradients(
     latents, lses = results[: len(results) // 2], results[len(results) // 2 :]
     absorption = _Absorption(heads, key_weight, cos, sin, ctx.interleaved)
     parts = list(_parts(heads, absorption.columns))
+    attends = any(ctx.needs_input_grad[:4])
     dheads = torch.empty_like(heads)
     weights = key_weight, value_weight, kv, out_weight
     dkey_weight, dvalue_weight, dkv, dout_weight = (_Sum(t, len(parts)) for t in weights)
     for rows, latent, lse in zip(parts, latents, lses, strict=True):
-        q, dvalues = absorption.queries(rows), rows.of(dout).flatten(0, 1)
+        dvalues = rows.of(dout).flatten(0, 1)
         if out_weight is not None:
             if ctx.needs_input_grad[4]:
                 dout_weight.add(dvalues.mT @ _values(latent, value_weight).flatten(1))
+            if not attends:
+                continue
             dvalues = (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))
         dlatent = torch.empty_like(latent)
         multiply(dlatent.flatten(0, 1), dvalues, value_weight)
         if ctx.needs_input_grad[2]:
             dvalue_weight.add(weight_gradient(dvalues, latent.flatten(0, 1)))
+        q = absorption.queries(rows)
         dq, dkeys, _ = torch.ops.dsa.sparse_mla_bwd(
             dlatent, q, kv[rows.batch], latent, lse, rows.of(ids),
             d_v=value_weight.shape[2], **rows.visible(starts, ends), **ctx.slots,
         )  # fmt: skip
-        del q, dlatent
+        del q, dlatent, dvalues
         dkv.add(dkeys, rows.batch)
         absorption.write_gradient(dheads, dq, rows)
         if ctx.needs_input_grad[1]:
             dkey_weight.add(absorption.weight_gradient(dq, rows))
-    return dheads, *(gradient.result() for gradient in (dkey_weight, dvalue_weight, dkv, dout_weight))
+        del dq, dkeys
+    return dheads if attends else None, *(
+        gradient.result() for gradient in (dkey_weight, dvalue_weight, dkv, dout_weight)
+    )
 
 
 def _values(latent: Tensor, value_weight: Tensor) -> Tensor:
@@ -280,26 +295,26 @@ def _values(latent: Tensor, value_weight: Tensor) -> Tensor:
 
 
 class _Sum:
-    """A gradient like `like` that is a sum, in fp32 if it has several parts; None of None, and if nothing is added."""
+    """A gradient of the shape and dtype of `like` that is a sum, in fp32 if it has several parts; None of no parts."""
 
     def __init__(self, like: Tensor | None, parts: int) -> None:
+        self.like, self.parts = like, parts
         self.sum: Tensor | None = None
-        if like is None:
-            return
-        self.dtype = like.dtype
-        if parts > 1:
-            self.sum = like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
     def add(self, part: Tensor, batch: slice = slice(None)) -> None:
-        if self.sum is None:
+        if self.parts == 1 or self.like is None:
             self.sum = part
-        else:
-            self.sum[batch] += part
+            return
+        if self.sum is None:
+            self.sum = self.like.new_zeros(self.like.shape, dtype=torch.promote_types(self.like.dtype, torch.float32))
+        self.sum[batch] += part
 
     def result(self) -> Tensor | None:
-        return None if self.sum is None else self.sum.to(self.dtype)
+        return None if self.sum is None or self.like is None else self.sum.to(self.like.dtype)
 
 
 def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
     """The parts of all queries as one tensor [B, S, ...]."""
-    return parts[0] if len(parts) == 1 else torch.cat([part[0] for part in parts]).view(*shape, *parts[0].shape[2:])
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.flatten(0, 1) for part in parts]).view(*shape, *parts[0].shape[2:])

@@ -1,7 +1,6 @@
 """Products with one matrix per head, written in the layout in which they are read: no copies between layouts.
 
-torch.compile chooses layouts itself, so it gets the plain formulas, and so do the transforms of torch.func. Weights are
-cast to the dtype of what they multiply: under autocast they may be wider.
+torch.compile chooses layouts itself, so it gets the plain formulas, and so do the transforms of torch.func.
 """
 
 from typing import Any
@@ -17,6 +16,8 @@ def is_plain(projection: Any) -> bool:
     """Whether a call of a projection is the product with its weight and nothing else: no adapter, hook or bias, and
     no weight that is divided among ranks or quantized."""
     if type(projection) is not nn.Linear or type(projection.weight) not in (Tensor, nn.Parameter):
+        return False
+    if nn.modules.module._has_any_global_hook():
         return False
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     is_changed = "forward" in vars(projection) or any(getattr(projection, name) for name in hooks)
@@ -50,7 +51,8 @@ class _MultiplyHeads(torch.autograd.Function):
 
 
 def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
-    """x [B, S, H, a] times weights [H, a, b] per head: [B, S, H, b]."""
+    """x [B, S, H, a] times weights [H, a, b] per head: [B, S, H, b]. Weights are cast to the dtype of x: under autocast
+    they may be wider."""
     weights = weights.to(x.dtype)
     if is_compiling() or is_transformed():
         return torch.einsum("bshc,hcd->bshd", x, weights)

@@ -140,6 +140,15 @@ def follow_deterministic_switch(op: str) -> None:
     library.impl(op, select, "BackendSelect", with_keyset=True)
 
 
+def as_autocast(tensor: Any) -> Any:
+    """What autocast, if it is enabled, passes to an operator in place of a tensor that it casts."""
+    if tensor is None or tensor.dtype not in _AUTOCAST_DTYPES:
+        return tensor
+    device = tensor.device.type
+    is_cast = device in ("cuda", "cpu") and torch.is_autocast_enabled(device)
+    return tensor.bfloat16() if is_cast and torch.get_autocast_dtype(device) == torch.bfloat16 else tensor
+
+
 def follow_autocast(op: str, *names: str) -> None:
     """Makes torch.autocast cast the arguments `names` of `op` to bf16, as it does for scaled_dot_product_attention.
     Under another autocast dtype, which no operator takes, they are unchanged.
@@ -150,21 +159,15 @@ def follow_autocast(op: str, *names: str) -> None:
     overload = getattr(torch.ops.dsa, op).default
     cast = {i for i, argument in enumerate(overload._schema.arguments) if argument.name in names}
 
-    def register(device: str, key: torch._C.DispatchKey) -> None:
+    def register(key: torch._C.DispatchKey) -> None:
         keys = torch._C.DispatchKeySet(key)
 
         def autocast(*args: Any) -> Any:
-            if torch.get_autocast_dtype(device) == torch.bfloat16:
-                args = tuple(
-                    arg.bfloat16()
-                    if i in cast and arg is not None and arg.device.type == device and arg.dtype in _AUTOCAST_DTYPES
-                    else arg
-                    for i, arg in enumerate(args)
-                )
+            args = tuple(as_autocast(arg) if i in cast else arg for i, arg in enumerate(args))
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 return overload(*args)
 
         library.impl(op, autocast, key.name)
 
-    register("cuda", torch._C.DispatchKey.AutocastCUDA)
-    register("cpu", torch._C.DispatchKey.AutocastCPU)
+    register(torch._C.DispatchKey.AutocastCUDA)
+    register(torch._C.DispatchKey.AutocastCPU)

@@ -13,7 +13,7 @@ from dsa_ext.nn import absorbed
 from dsa_ext.nn.absorbed import Rope, absorbed_attention, absorbed_queries
 from dsa_ext.nn.heads import is_plain, multiply_heads
 
-BATCH, SEQ, HEADS, NOPE, LATENT, ROPE, V, SLOTS = 2, 11, 3, 8, 512, 64, 16, 6
+BATCH, SEQ, HEADS, NOPE, LATENT, ROPE, V, SLOTS = 3, 11, 3, 8, 512, 64, 16, 6
 SCALE = 0.1
 
 
@@ -39,7 +39,7 @@ def plain(leaves: list[Tensor], ids: Tensor, rope: Rope, **visible: Any) -> tupl
     return multiply_heads(latent, value_weight.mT), lse.detach(), p
 
 
-@pytest.mark.parametrize("queries", [1, 4, SEQ, BATCH * SEQ])
+@pytest.mark.parametrize("queries", [1, 4, SEQ, 2 * SEQ, BATCH * SEQ])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_parts(queries: int, bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(absorbed, "_BYTES", queries * HEADS * (LATENT + ROPE) * 8)
@@ -85,10 +85,57 @@ def test_output_projection(queries: int, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_plain_projections() -> None:
     plain_one, with_bias, hooked = nn.Linear(3, 4, bias=False), nn.Linear(3, 4), nn.Linear(3, 4, bias=False)
     hooked.register_forward_hook(lambda *_: None)
+    backward_hooked = nn.Linear(3, 4, bias=False)
+    backward_hooked.register_full_backward_hook(lambda *_: None)
     patched, normed = (nn.Linear(3, 4, bias=False) for _ in range(2))
     patched.forward = lambda x: x
     nn.utils.parametrizations.weight_norm(normed)
-    assert [is_plain(p) for p in (plain_one, with_bias, hooked, patched, normed)] == [True, *[False] * 4]
+    assert [is_plain(p) for p in (plain_one, with_bias, hooked, backward_hooked, patched, normed)] == [
+        True,
+        *[False] * 5,
+    ]
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not is_plain(plain_one)
+    finally:
+        handle.remove()
+
+
+def test_gradient_of_the_output_projection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needs no backward of attention."""
+    leaves, ids, rope = make_inputs()
+    weight = torch.ones(7, HEADS * V, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(linear(plain(leaves, ids, rope)[0].flatten(2), weight).sum(), weight)
+    out = absorbed_attention(*(t.detach() for t in leaves), ids, rope, sm_scale=SCALE, out_weight=weight).out
+    monkeypatch.setattr(absorbed.torch.ops.dsa, "sparse_mla_bwd", None)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), weight), expected)
+
+
+@pytest.mark.parametrize("wide", ["heads", "kv"])
+def test_wide_tensors_under_autocast(wide: str) -> None:
+    """Are cast to bf16, as the operators cast them."""
+    leaves, ids, rope = make_inputs()
+    heads, key_weight, value_weight, kv = (t.detach().bfloat16().requires_grad_() for t in leaves)
+    rope = Rope(rope.cos.bfloat16(), rope.sin.bfloat16(), interleaved=True)
+    narrow = heads, kv
+    if wide == "heads":
+        heads = heads.detach().float().requires_grad_()
+    else:
+        kv = kv.detach().float().requires_grad_()
+    expected = absorbed_attention(narrow[0], key_weight, value_weight, narrow[1], ids, rope, sm_scale=SCALE).out
+    expected.float().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = absorbed_attention(heads, key_weight, value_weight, kv, ids, rope, sm_scale=SCALE).out
+    out.float().sum().backward()
+    assert torch.equal(out, expected)
+    for got, leaf in ((heads, narrow[0]), (kv, narrow[1])):
+        assert torch.equal(got.grad.bfloat16(), leaf.grad)
+
+
+def test_output_projection_of_another_dtype() -> None:
+    leaves, ids, rope = make_inputs()
+    with pytest.raises(RuntimeError, match="dtype"):
+        absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, out_weight=torch.ones(7, HEADS * V))
 
 
 def test_only_some_gradients() -> None:

@@ -62,7 +62,7 @@ def test_the_selection_of_another_layer() -> None:
     assert loss is not None
     assert again.indexer_loss is None
     layer.phase = "dense"
-    with pytest.raises(ValueError, match="ids must be None in the phase 'dense'"):
+    with pytest.raises(ValueError, match="ids must be None except in the phase 'sparse', got them in 'dense'"):
         layer(x, ids=ids)
 
 
