@@ -20,20 +20,32 @@ from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys, sequ
 
 #: The name of the backend in Megatron's arguments.
 NAME = "dsa_ext"
+#: Whose hooks these are.
+_COMMIT = "d98e8a64dd"
 _LATENT, _WIDTHS, _MAX_HEADS = 512, (576, 512), 128
 _INDEXER_HEADS, _INDEXER_COLUMNS, _MAX_TOPK = (8, 16, 32, 64), (64, 128), 4096
 
 
 def register() -> None:
-    """Adds the backend "dsa_ext" to Megatron."""
+    """Adds the backend "dsa_ext" to Megatron.
+
+    Raises:
+        ModuleNotFoundError: Megatron is not importable.
+        RuntimeError: this version of Megatron has no backends of sparse attention, or others than those known here.
+    """
     from megatron.core import utils
-    from megatron.core.transformer.experimental_attention_variant import dsa_kernels
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    dsa_kernels._BACKEND_MODULE_NAME_BY_BACKEND[NAME] = __name__
-    if NAME not in utils._VALID_DSA_KERNEL_BACKENDS:
-        utils._VALID_DSA_KERNEL_BACKENDS = (*utils._VALID_DSA_KERNEL_BACKENDS, NAME)
-    choices = TransformerConfig.__dataclass_fields__["dsa_kernel_backend"]  # of the command line
+    try:
+        from megatron.core.transformer.experimental_attention_variant import dsa_kernels
+
+        modules, names = dsa_kernels._BACKEND_MODULE_NAME_BY_BACKEND, utils._VALID_DSA_KERNEL_BACKENDS
+        choices = TransformerConfig.__dataclass_fields__["dsa_kernel_backend"]  # of the command line
+    except (ImportError, AttributeError, KeyError) as error:
+        raise RuntimeError(f"register: Megatron must be like its commit {_COMMIT}; missing here: {error}") from error
+    modules[NAME] = __name__
+    if NAME not in names:
+        utils._VALID_DSA_KERNEL_BACKENDS = (*names, NAME)
     if NAME not in get_args(choices.type):
         choices.type = Literal.__getitem__((*get_args(choices.type), NAME))
 

@@ -267,3 +267,7 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     choices = TransformerConfig.__dataclass_fields__["dsa_kernel_backend"].type
     assert get_args(choices) == ("none", "tilelang", "dsa_ext")
     assert kernels._BACKEND_MODULE_NAME_BY_BACKEND == {"dsa_ext": "dsa_ext.integrations.megatron"}
+
+    del utils._VALID_DSA_KERNEL_BACKENDS
+    with pytest.raises(RuntimeError, match="register: Megatron must be like its commit .*_VALID_DSA_KERNEL_BACKENDS"):
+        megatron.register()
