@@ -269,5 +269,5 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels._BACKEND_MODULE_NAME_BY_BACKEND == {"dsa_ext": "dsa_ext.integrations.megatron"}
 
     del utils._VALID_DSA_KERNEL_BACKENDS
-    with pytest.raises(RuntimeError, match="register: Megatron must be like its commit .*_VALID_DSA_KERNEL_BACKENDS"):
+    with pytest.raises(RuntimeError, match=r"register: Megatron must be like its commit .*_VALID_DSA_KERNEL_BACKENDS"):
         megatron.register()
