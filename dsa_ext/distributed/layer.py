@@ -58,11 +58,12 @@ class ParallelSparseMLA(SparseMLA):
             SparseMLAOutput. `out` has the rows of x; the loss is that of all queries, equal on all ranks. `ids` are the
             keys, as rows of the whole sequence, of the queries whose attention this rank computes.
         """
+        self._check_input(x)
         in_context = size_of(self._cp)
         seq_len = x.shape[1] * in_context if seq_len is None else seq_len
         context = shares_of(seq_len, in_context, self._order, x.device)
         held = context.rows(rank_in(self._cp))
-        if x.dim() != 3 or x.shape[1] != len(held):
+        if x.shape[1] != len(held):
             expected = f"[B, {len(held)}, hidden_size], the rows_of_rank({seq_len})"
             raise ValueError(f"ParallelSparseMLA: x must be {expected} of this rank, got {describe(x)}")
         among_heads = shares_of(len(held), size_of(self._tp), "zigzag", x.device)

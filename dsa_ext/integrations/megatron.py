@@ -17,13 +17,13 @@ from torch.autograd.function import once_differentiable
 from dsa_ext import functional
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys, sequences
+from dsa_ext.ops.indexer import DIMS, HEADS, MAX_TOPK
+from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, VALUE_COLUMNS, WIDTHS
 
 #: The name of the backend in Megatron's arguments.
 NAME = "dsa_ext"
 #: Whose hooks these are.
 _COMMIT = "d98e8a64dd"
-_LATENT, _WIDTHS, _MAX_HEADS = 512, (576, 512), 128
-_INDEXER_HEADS, _INDEXER_COLUMNS, _MAX_TOPK = (8, 16, 32, 64), (64, 128), 4096
 
 
 def register() -> None:
@@ -130,7 +130,7 @@ def run_fused_absorbed_sparse_attention(
         v_channels: columns of a key that are its value; 512.
         topk_length: number of leading ids in use [B, S].
     """
-    if not _is_absorbed(query, key) or v_channels != _LATENT:
+    if not _is_absorbed(query, key) or v_channels != VALUE_COLUMNS:
         return None
     length = None if topk_length is None else topk_length.int()
     ids = topk_indices.int()[:, :, None]
@@ -179,7 +179,7 @@ def run_fused_dsa_attention(
     """
     tensors = _indexer_tensors(q_indexer, k_indexer, indexer_weights, indexer_topk, use_relu, layout)
     is_supported = absorbed_mla and value is None and key_positions is None and _is_absorbed(query, key)
-    if tensors is None or not is_supported or up_v_weight is None or up_v_weight.shape[-1] != _LATENT:
+    if tensors is None or not is_supported or up_v_weight is None or up_v_weight.shape[-1] != VALUE_COLUMNS:
         return None
     if varlen_starts is None or varlen_ends is None:
         return None
@@ -313,9 +313,9 @@ def _indexer_tensors(
         use_relu
         and q.dtype == k.dtype
         and q.dtype in (torch.bfloat16, *([] if q.is_cuda else [torch.float32, torch.float64]))
-        and q.shape[2] in _INDEXER_HEADS
-        and q.shape[3] in _INDEXER_COLUMNS
-        and 1 <= min(index_topk, k.shape[0]) <= _MAX_TOPK
+        and q.shape[2] in HEADS
+        and q.shape[3] in DIMS
+        and 1 <= min(index_topk, k.shape[0]) <= MAX_TOPK
         and not holds_own_keys_only
     )
     if not fits:
@@ -330,8 +330,8 @@ def _is_absorbed(query: Tensor, key: Tensor) -> bool:
     return (
         query.dim() == key.dim() == 4
         and key.shape[2] == 1
-        and query.shape[2] <= _MAX_HEADS
-        and query.shape[3] in _WIDTHS
+        and query.shape[2] <= MAX_HEADS_PER_GROUP
+        and query.shape[3] in WIDTHS
         and query.shape[3] == key.shape[3]
         and query.dtype == key.dtype
         and query.dtype in dtypes

@@ -228,31 +228,15 @@ class _AbsorbedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # checkpointing gives them once
         with torch.no_grad():
-            gradients = _gradients(ctx, dout, *saved)
+            gradients = _gradients(ctx, dout, saved)
         gradients = not_differentiable_again("sparse_mla_bwd", gradients, dout, *saved)
         return *gradients, *(None,) * 9
 
 
-def _gradients(
-    ctx: Any,
-    dout: Tensor,
-    heads: Tensor,
-    key_weight: Tensor,
-    value_weight: Tensor,
-    kv: Tensor,
-    out_weight: Tensor | None,
-    ids: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    *results: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """Of the heads, the weights of keys and of values, the keys, and the weight of the output.
-
-    `results`: outputs in the latent of all parts, then their lse.
-    """
-    latents, lses = results[: len(results) // 2], results[len(results) // 2 :]
+def _gradients(ctx: Any, dout: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """Of the heads, the weights of keys and of values, the keys, and the weight of the output."""
+    heads, key_weight, value_weight, kv, out_weight, ids, cos, sin, starts, ends, *results = saved
+    latents, lses = results[: len(results) // 2], results[len(results) // 2 :]  # of all parts
     absorption = _Absorption(heads, key_weight, cos, sin, ctx.interleaved)
     parts = list(_parts(heads, absorption.columns))
     attends = any(ctx.needs_input_grad[:4])

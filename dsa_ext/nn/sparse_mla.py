@@ -12,10 +12,12 @@ from dsa_ext.nn.heads import is_plain
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
 from dsa_ext.ops._checks import describe
+from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, VALUE_COLUMNS, WIDTHS
 
 Phase = Literal["dense", "warmup", "sparse"]
 _PHASES = ("dense", "warmup", "sparse")
-_LATENT, _ROPE_COLUMNS, _MAX_HEADS = 512, 64, 128
+#: Columns that the kernels take.
+_ROPE_COLUMNS = WIDTHS[0] - VALUE_COLUMNS
 
 
 class SparseMLAOutput(NamedTuple):
@@ -87,11 +89,11 @@ class SparseMLA(nn.Module):
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"SparseMLA: {name} must be a positive int, got {size!r}")
-        for name, size, only in (("rope_dim", rope_dim, _ROPE_COLUMNS), ("kv_lora_rank", kv_lora_rank, _LATENT)):
+        for name, size, only in (("rope_dim", rope_dim, _ROPE_COLUMNS), ("kv_lora_rank", kv_lora_rank, VALUE_COLUMNS)):
             if size != only:
                 raise ValueError(f"SparseMLA: {name} must be {only}, got {size!r}")
-        if heads not in range(1, _MAX_HEADS + 1):
-            raise ValueError(f"SparseMLA: heads must be an int from 1 to {_MAX_HEADS}, got {heads!r}")
+        if heads not in range(1, MAX_HEADS_PER_GROUP + 1):
+            raise ValueError(f"SparseMLA: heads must be an int from 1 to {MAX_HEADS_PER_GROUP}, got {heads!r}")
         self.hidden_size = hidden_size
         self.heads, self.nope_dim, self.rope_dim, self.v_dim = heads, nope_dim, rope_dim, v_dim
         check_layout("SparseMLA", "rope", rope)

@@ -26,9 +26,9 @@ from dsa_ext.reference.numerics import compute_dtype
 #: Dtypes that the kernels take, and those that the reference takes in addition on the CPU.
 _DTYPES, _CPU_DTYPES = (torch.float8_e4m3fn, torch.bfloat16), (torch.float32, torch.float64)
 _SELECT_DTYPES = (torch.float32, torch.bfloat16)
-_HEADS = (8, 16, 32, 64)
-_DIMS = (64, 128)
-_MAX_TOPK = 4096
+HEADS = (8, 16, 32, 64)
+DIMS = (64, 128)
+MAX_TOPK = 4096
 
 _TENSORS = "Tensor q, Tensor k, Tensor weights"
 _BOUNDED = f"{_TENSORS}, Tensor starts, Tensor ends"
@@ -52,9 +52,9 @@ def _check_tensors(a: Args, dtype: torch.dtype | tuple[torch.dtype, ...]) -> Non
 
 def _check_heads(a: Args) -> None:
     _, heads, dim = a.q.shape
-    if heads not in _HEADS:
+    if heads not in HEADS:
         fail(a.op, f"q's heads must be 8, 16, 32 or 64, got {heads}")
-    if dim not in _DIMS:
+    if dim not in DIMS:
         fail(a.op, f"q's head dimension must be 64 or 128, got {dim}")
 
 
@@ -182,8 +182,8 @@ Operator(
 
 
 def _check_topk(a: Args) -> None:
-    if a.topk < 1 or a.topk > _MAX_TOPK:
-        fail(a.op, f"topk must be from 1 to {_MAX_TOPK}, got {a.topk}")
+    if a.topk < 1 or a.topk > MAX_TOPK:
+        fail(a.op, f"topk must be from 1 to {MAX_TOPK}, got {a.topk}")
 
 
 def _check_indexer_topk(a: Args) -> None:

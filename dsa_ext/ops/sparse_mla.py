@@ -19,7 +19,7 @@ from dsa_ext.reference.sparse_mla import HEADS_PER_BLOCK
 
 WIDTHS = (576, 512)
 MAX_HEADS_PER_GROUP = 128
-_VALUE_COLUMNS = 512
+VALUE_COLUMNS = 512
 #: Arguments that say which slots a query sees.
 _SLOTS = (
     "bool causal=True, SymInt q_start=0, SymInt positions_per_key=1, Tensor? topk_length=None, Tensor? starts=None, "
@@ -57,7 +57,7 @@ def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
 
 def _check(a: Args) -> None:
     _check_common(a, a.attn_sink)
-    if a.q.shape[3] not in WIDTHS or a.d_v != _VALUE_COLUMNS:
+    if a.q.shape[3] not in WIDTHS or a.d_v != VALUE_COLUMNS:
         fail(a.op, f"(Dqk, d_v) must be (576, 512) or (512, 512), got ({a.q.shape[3]}, {a.d_v})")
 
 

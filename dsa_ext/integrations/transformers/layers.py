@@ -21,9 +21,10 @@ from dsa_ext.nn.heads import is_plain
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 from dsa_ext.nn.rotary import rotated
 from dsa_ext.ops._checks import describe, dtype_name
+from dsa_ext.ops.indexer import DIMS, HEADS, MAX_TOPK
+from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, VALUE_COLUMNS, WIDTHS
 
-_LATENT, _ROPE = 512, 64
-_INDEXER_HEADS, _INDEXER_COLUMNS, _MAX_TOPK, _MAX_HEADS = (8, 16, 32, 64), (64, 128), 4096, 128
+_ROPE = WIDTHS[0] - VALUE_COLUMNS
 Precision = Literal["bf16", "fp8"]
 
 
@@ -82,15 +83,14 @@ def misfit(layer: Any) -> str | None:
     """Why a layer cannot run on the operators; None if it can."""
     c, dtype = layer.config, layer.kv_a_proj_with_mqa.weight.dtype
     requirements = {
-        f"kv_lora_rank must be {_LATENT}, got {c.kv_lora_rank}": c.kv_lora_rank == _LATENT,
+        f"kv_lora_rank must be {VALUE_COLUMNS}, got {c.kv_lora_rank}": c.kv_lora_rank == VALUE_COLUMNS,
         f"qk_rope_head_dim must be {_ROPE}, got {c.qk_rope_head_dim}": c.qk_rope_head_dim == _ROPE,
-        f"num_attention_heads must be at most {_MAX_HEADS}, got {layer.num_heads}": layer.num_heads <= _MAX_HEADS,
+        f"num_attention_heads must be at most {MAX_HEADS_PER_GROUP}, got {layer.num_heads}": layer.num_heads
+        <= MAX_HEADS_PER_GROUP,
         f"attention_dropout must be 0, got {c.attention_dropout}": c.attention_dropout == 0,
-        f"index_n_heads must be one of {_INDEXER_HEADS}, got {c.index_n_heads}": c.index_n_heads in _INDEXER_HEADS,
-        f"index_head_dim must be one of {_INDEXER_COLUMNS}, got {c.index_head_dim}": (
-            c.index_head_dim in _INDEXER_COLUMNS
-        ),
-        f"index_topk must be at most {_MAX_TOPK}, got {c.index_topk}": c.index_topk <= _MAX_TOPK,
+        f"index_n_heads must be one of {HEADS}, got {c.index_n_heads}": c.index_n_heads in HEADS,
+        f"index_head_dim must be one of {DIMS}, got {c.index_head_dim}": (c.index_head_dim in DIMS),
+        f"index_topk must be at most {MAX_TOPK}, got {c.index_topk}": c.index_topk <= MAX_TOPK,
         f"config.is_causal must be True, got {getattr(c, 'is_causal', True)}": getattr(c, "is_causal", True),
         f"weights must be bfloat16 (on the CPU also float32), got {dtype_name(dtype)}": dtype != torch.float16,
     }
@@ -104,7 +104,7 @@ def _latent_weights(layer: Any, like: Tensor) -> list[Tensor]:
     if is_plain(projection):
         weight = projection.weight
     else:  # by an adapter, a quantizer or an offload: its product with the unit matrix
-        weight = projection(torch.eye(_LATENT, device=like.device, dtype=like.dtype)).T
+        weight = projection(torch.eye(VALUE_COLUMNS, device=like.device, dtype=like.dtype)).T
     heads = weight.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
     return list(heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1))
 
@@ -158,7 +158,7 @@ def _attend(
     heads = layer.q_b_proj(q_resid).unflatten(-1, (-1, layer.qk_head_dim))
     cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
     key_weight, value_weight = _latent_weights(layer, heads)
-    latent, k_rope = layer.kv_a_proj_with_mqa(x).split([_LATENT, _ROPE], dim=-1)
+    latent, k_rope = layer.kv_a_proj_with_mqa(x).split([VALUE_COLUMNS, _ROPE], dim=-1)
     latent = layer.kv_a_layernorm(latent).to(heads.dtype)
     latent = _shared_by_ranks(latent, layer.kv_b_proj)
     k_rope = rotated(k_rope, cos, sin, interleaved=True)
