@@ -37,19 +37,21 @@ def shared(x: Tensor, group: Group) -> Tensor:
     return x if group is None else _Share.apply(x, group)  # type: ignore[no-untyped-call]
 
 
-def all_rows(x: Tensor, shares: Shares, group: Group) -> Tensor:
-    """The rows of all ranks [B, S, ...] in the order of the sequence, from those of this rank."""
-    return x if group is None else _AllRows.apply(x, shares, group)  # type: ignore[no-untyped-call]
+def all_rows(x: Tensor, shares: Shares, group: Group) -> "Pending":
+    """Starts to gather the rows of all ranks [B, S, ...], in the order of the sequence, from those of this rank."""
+    return _started(x, None if group is None else _Gather(shares, group))
 
 
-def rows_for_heads(x: Tensor, shares: Shares, group: Group) -> Tensor:
-    """A share of rows with all heads [B, S_r, H, D], from all rows with a share of heads [B, S, H / ranks, D]."""
-    return x if group is None else _Exchange.apply(x, shares, group, True)  # type: ignore[no-untyped-call]
+def rows_for_heads(x: Tensor, shares: Shares, group: Group) -> "Pending":
+    """Starts to exchange all rows with a share of heads [B, S, H / ranks, D] for a share of rows with all heads
+    [B, S_r, H, D]."""
+    return _started(x, None if group is None else _Exchange(shares, group, to_rows=True))
 
 
-def heads_for_rows(x: Tensor, shares: Shares, group: Group) -> Tensor:
-    """All rows with a share of heads [B, S, H / ranks, D], from a share of rows with all heads [B, S_r, H, D]."""
-    return x if group is None else _Exchange.apply(x, shares, group, False)  # type: ignore[no-untyped-call]
+def heads_for_rows(x: Tensor, shares: Shares, group: Group) -> "Pending":
+    """Starts to exchange a share of rows with all heads [B, S_r, H, D] for all rows with a share of heads
+    [B, S, H / ranks, D]."""
+    return _started(x, None if group is None else _Exchange(shares, group, to_rows=False))
 
 
 def all_heads(weight: Tensor, group: Group) -> Tensor:
@@ -113,49 +115,142 @@ class _AllHeads(torch.autograd.Function):
         return _reduce_scatter(dout, ctx.group), None
 
 
-class _AllRows(torch.autograd.Function):
-    """Shares are padded to the largest for the collective."""
+class _Transfer:
+    """A collective that runs beside other work between `start` and `finish`."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shares: Shares, group: Group) -> Tensor:
-        ctx.shares, ctx.group = shares, group
-        rows = x.new_zeros(shares.largest, *x.shape[:1], *x.shape[2:])
-        rows[: x.shape[1]] = x.transpose(0, 1)
-        return _all_gather(rows, group).index_select(0, shares.padded_place_of_row).transpose(0, 1)
+    _sent: Tensor  # kept until the collective is complete
+    _received: Tensor
+    _work: Any
+    gradient: "_Transfer"  # that of the backward pass, while it runs
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-        shares, ranks = ctx.shares, size_of(ctx.group)
-        rows = dout.new_zeros(shares.largest * ranks, *dout.shape[:1], *dout.shape[2:])
-        rows.index_copy_(0, shares.padded_place_of_row, dout.transpose(0, 1))
-        own = _reduce_scatter(rows, ctx.group)[: shares.sizes[rank_in(ctx.group)]]
-        return own.transpose(0, 1), None, None
+    def start(self, x: Tensor) -> None:
+        raise NotImplementedError
 
+    def finish(self) -> Tensor:
+        """The result. Waits for it; on a GPU, the current stream does."""
+        self._work.wait()
+        received = self._received
+        del self._sent, self._received, self._work
+        return self._unpack(received)
 
-class _Exchange(torch.autograd.Function):
-    """Its gradient is the exchange in the other direction."""
+    def _unpack(self, received: Tensor) -> Tensor:
+        raise NotImplementedError
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shares: Shares, group: Group, to_rows: bool) -> Tensor:
-        ctx.arguments = shares, group, not to_rows
-        return _exchange(x, shares, group, to_rows)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(dout, *ctx.arguments), None, None, None
+    def transposed(self) -> "_Transfer":
+        """The one that takes the gradient of the result to that of the input."""
+        raise NotImplementedError
 
 
-def _exchange(x: Tensor, shares: Shares, group: Group, to_rows: bool) -> Tensor:
-    ranks, own = size_of(group), shares.sizes[rank_in(group)]
-    received: Tensor
-    if to_rows:
-        sent = x.transpose(0, 1).index_select(0, shares.row_of_place)  # [S, B, H / ranks, D], by rank
-        received = sent.new_empty(ranks * own, *sent.shape[1:])
-        dist.all_to_all_single(received, sent, [own] * ranks, list(shares.sizes), group=group)
-        by_rank: Tensor = received.unflatten(0, (ranks, own))  # [ranks, S_r, B, H / ranks, D]
+class _Gather(_Transfer):
+    """The rows of all ranks from those of each. Shares are padded to the largest for the collective."""
+
+    def __init__(self, shares: Shares, group: Group) -> None:
+        self._shares, self._group = shares, group
+
+    def start(self, x: Tensor) -> None:
+        self._sent = x.new_zeros(self._shares.largest, *x.shape[:1], *x.shape[2:])
+        self._sent[: x.shape[1]] = x.transpose(0, 1)
+        self._received = x.new_empty(self._shares.largest * size_of(self._group), *self._sent.shape[1:])
+        self._work = _gather_single(self._received, self._sent, group=self._group, async_op=True)
+
+    def _unpack(self, received: Tensor) -> Tensor:
+        return received.index_select(0, self._shares.padded_place_of_row).transpose(0, 1)
+
+    def transposed(self) -> "_Transfer":
+        return _ReduceScatter(self._shares, self._group)
+
+
+class _ReduceScatter(_Transfer):
+    """The sum over ranks, in fp32 at least, of this rank's rows, from all rows of each rank."""
+
+    def __init__(self, shares: Shares, group: Group) -> None:
+        self._shares, self._group = shares, group
+
+    def start(self, x: Tensor) -> None:
+        self._dtype, places = x.dtype, self._shares.largest * size_of(self._group)
+        self._sent = x.new_zeros(places, *x.shape[:1], *x.shape[2:], dtype=torch.promote_types(x.dtype, torch.float32))
+        self._sent.index_copy_(0, self._shares.padded_place_of_row, x.transpose(0, 1).to(self._sent.dtype))
+        self._received = self._sent.new_empty(self._shares.largest, *self._sent.shape[1:])
+        self._work = _scatter_single(self._received, self._sent, group=self._group, async_op=True)
+
+    def _unpack(self, received: Tensor) -> Tensor:
+        own = received[: self._shares.sizes[rank_in(self._group)]]
+        return own.to(self._dtype).transpose(0, 1)
+
+
+class _Exchange(_Transfer):
+    """A share of rows with all heads from all rows with a share of heads (`to_rows`), or the other way round."""
+
+    def __init__(self, shares: Shares, group: Group, to_rows: bool) -> None:
+        self._shares, self._group, self._to_rows = shares, group, to_rows
+        self._ranks, self._own = size_of(group), shares.sizes[rank_in(group)]
+
+    def start(self, x: Tensor) -> None:
+        own, all_ = [self._own] * self._ranks, list(self._shares.sizes)
+        if self._to_rows:
+            self._sent = x.transpose(0, 1).index_select(0, self._shares.row_of_place)  # [S, B, H / ranks, D], by rank
+        else:
+            heads = x.unflatten(2, (self._ranks, -1))  # [B, S_r, ranks, H / ranks, D]
+            self._sent = heads.permute(2, 1, 0, 3, 4).flatten(0, 1).contiguous()
+        received, sent = (own, all_) if self._to_rows else (all_, own)
+        self._received = self._sent.new_empty(sum(received), *self._sent.shape[1:])
+        self._work = dist.all_to_all_single(
+            self._received, self._sent, received, sent, group=self._group, async_op=True
+        )
+
+    def _unpack(self, received: Tensor) -> Tensor:
+        if not self._to_rows:
+            return received.index_select(0, self._shares.place_of_row).transpose(0, 1)
+        by_rank: Tensor = received.unflatten(0, (self._ranks, self._own))  # [ranks, S_r, B, H / ranks, D]
         return by_rank.permute(2, 1, 0, 3, 4).flatten(2, 3)
-    heads: Tensor = x.unflatten(2, (ranks, -1))  # [B, S_r, ranks, H / ranks, D]
-    sent = heads.permute(2, 1, 0, 3, 4).flatten(0, 1).contiguous()
-    received = sent.new_empty(sum(shares.sizes), *sent.shape[1:])
-    dist.all_to_all_single(received, sent, list(shares.sizes), [own] * ranks, group=group)
-    return received.index_select(0, shares.place_of_row).transpose(0, 1)
+
+    def transposed(self) -> "_Transfer":
+        return _Exchange(self._shares, self._group, not self._to_rows)
+
+
+class Pending:
+    """The result of a collective that has been started. What does not need it belongs between."""
+
+    def __init__(self, value: Tensor, transfer: _Transfer | None) -> None:
+        self._value, self._transfer = value, transfer
+
+    def result(self) -> Tensor:
+        """Waits for it; on a GPU, the current stream does. To be called once."""
+        if self._transfer is None:
+            return self._value
+        return _Finish.apply(self._value, self._transfer)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _started(x: Tensor, transfer: _Transfer | None) -> Pending:
+    return Pending(x if transfer is None else _Start.apply(x, transfer), transfer)  # type: ignore[no-untyped-call]
+
+
+class _Start(torch.autograd.Function):
+    """Starts a transfer. The result is an empty tensor that stands for it: in the backward pass, too, autograd must not
+    touch what has not arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.transfer.gradient.finish(), None
+
+
+class _Finish(torch.autograd.Function):
+    """Finishes it. In the backward pass it starts the transfer of the gradient: what autograd computes between needs no
+    result of it."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.finish()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        ctx.transfer.gradient = ctx.transfer.transposed()
+        ctx.transfer.gradient.start(dout)
+        return dout.new_empty(0), None

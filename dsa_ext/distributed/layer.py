@@ -22,7 +22,7 @@ from dsa_ext.distributed.collectives import (
     size_of,
     summed,
 )
-from dsa_ext.distributed.shares import Order, Shares, shares_of
+from dsa_ext.distributed.shares import Order, shares_of
 from dsa_ext.nn.indexer import IndexerTensors
 from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput, _Rows
 from dsa_ext.ops._checks import describe
@@ -78,15 +78,23 @@ class ParallelSparseMLA(SparseMLA):
             latent, k_rope = (shared(key, self._tp) for key in self._latent_keys(x, here))
             values = self._dense(heads, latent, k_rope, _local(self.kv_b_proj.weight), here)
             return SparseMLAOutput(self._out(values), None, None)
-        heads = rows_for_heads(heads, among_heads, self._tp)
-        kv = shared(all_rows(self._keys(x, here), context, self._cp), self._tp)
         kv_b = self._kv_b()
+        runs_indexer = self.phase != "dense" and ids is None
+        # These collectives run beside the indexer, which needs the first of them only.
+        index_keys = (
+            all_rows(self.indexer.keys(x.detach(), here.positions), context, self._cp) if runs_indexer else None
+        )
+        queries_of_heads = rows_for_heads(heads, among_heads, self._tp)
+        keys = all_rows(self._keys(x, here), context, self._cp)
         tensors = None
-        if self.phase != "dense" and ids is None:
-            tensors = self._indexer_tensors(x.detach(), q_latent.detach(), here, queries, own, context)
-        values, loss, ids = self._absorbed(heads, kv, kv_b, tensors, ids, queries)
+        if index_keys is not None:
+            tensors = self._indexer_tensors(x.detach(), q_latent.detach(), index_keys.result(), queries, own)
+            if self.phase == "sparse":
+                ids = self.indexer.select(tensors, self.topk, queries.bounds)
+        kv = shared(keys.result(), self._tp)
+        values, loss = self._absorbed(queries_of_heads.result(), kv, kv_b, tensors, ids, queries)
 
-        out = self._out(heads_for_rows(values, among_heads, self._tp))
+        out = self._out(heads_for_rows(values, among_heads, self._tp).result())
         if loss is not None:
             loss = summed(summed(loss * (len(own) / max(1, seq_len)), self._tp), self._cp)
         return SparseMLAOutput(out, loss, ids)
@@ -109,14 +117,14 @@ class ParallelSparseMLA(SparseMLA):
         return shares.rows(rank_in(self._cp))
 
     def _indexer_tensors(
-        self, x: Tensor, q_latent: Tensor, here: _Rows, queries: _Rows, own: Tensor, context: Shares
+        self, x: Tensor, q_latent: Tensor, keys: Tensor, queries: _Rows, own: Tensor
     ) -> IndexerTensors:
-        k = shared(all_rows(self.indexer.keys(x, here.positions), context, self._cp), self._tp)
-        # Each rank has a part of the gradients of these weights.
+        """Those of this rank's queries, rows `own` of x, and of the keys of all rows."""
+        # Each rank has a part of the gradients of the keys and of these weights.
         wq_b, weights_proj = (shared(p.weight, self._tp) for p in (self.indexer.wq_b, self.indexer.weights_proj))
         q, weights = linear(q_latent[:, own], wq_b), linear(x[:, own], weights_proj)
         q, weights = self.indexer.placed_queries(q, weights, queries.positions)
-        return IndexerTensors(q, k, weights)
+        return IndexerTensors(q, shared(keys, self._tp), weights)
 
 
 def parallelize(

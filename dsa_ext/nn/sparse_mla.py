@@ -160,8 +160,10 @@ class SparseMLA(nn.Module):
         tensors = None
         if self.phase != "dense" and ids is None:
             tensors = self.indexer(x.detach(), q_latent.detach(), rows.positions)
+            if self.phase == "sparse":
+                ids = self.indexer.select(tensors, self.topk, rows.bounds)
         out_weight = self.o_proj.weight if is_plain(self.o_proj) else None
-        out, loss, ids = self._absorbed(
+        out, loss = self._absorbed(
             self._heads(q_latent), self._keys(x, rows), self._kv_b(), tensors, ids, rows, out_weight
         )
         return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, loss, ids)
@@ -231,32 +233,30 @@ class SparseMLA(nn.Module):
         ids: Tensor | None,
         rows: "_Rows",
         out_weight: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Attention of each head in the absorbed form [B, S, H, v_dim], the indexer's loss, and the ids of the keys.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of each head in the absorbed form [B, S, H, v_dim], and the indexer's loss.
 
         Args:
             heads: queries of each head [B, S, H, nope_dim + rope_dim], without RoPE.
             kv: keys [B, T, 1, kv_lora_rank + rope_dim].
             kv_b: weight of kv_b_proj.
             tensors: of the indexer; None if it does not run.
-            ids: selected keys; None if the indexer selects them, or if all keys are read.
+            ids: selected keys; None if all keys are read.
             out_weight: if given, the first result is the projection of all heads by it [B, S, hidden_size].
         """
-        if tensors is not None and self.phase == "sparse":
-            ids = self.indexer.select(tensors, self.topk, rows.bounds)
         learns = tensors is not None and torch.is_grad_enabled()
         listed = _all_keys(heads, kv) if ids is None else ids[:, :, None]
         out, lse, p = self._attend(heads, kv, kv_b, listed, rows, out_weight, distribution=learns and ids is not None)
         if tensors is None or not learns:
-            return out, None, ids
+            return out, None
         if ids is not None and p is not None:
-            return out, functional.indexer_loss(self.indexer.scores(tensors, ids), p), ids
+            return out, functional.indexer_loss(self.indexer.scores(tensors, ids), p)
         with torch.no_grad():
             q = absorbed_queries(heads, self._weights(kv_b)[0], self._rope(heads, rows))
         each = sequences(*tensors, q, kv.detach()[:, :, 0], lse)
         bounds = {name: bound[0] for name, bound in rows.visible().items()}  # equal for all sequences of a batch
         losses = [functional.indexer_dense_loss(*one, sm_scale=self.sm_scale, **bounds) for one in each]
-        return out, torch.stack(losses).mean(), None
+        return out, torch.stack(losses).mean()
 
     def _attend(
         self,

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dsa_ext.distributed import parallelize
+from dsa_ext.distributed import collectives, parallelize
 from dsa_ext.distributed.shares import shares_of
 from dsa_ext.nn import SparseMLA
 
@@ -107,6 +107,53 @@ def run(rank: int, tensor: int, context: int, order: Any, folder: str) -> None:
 )  # fmt: skip
 def test_like_one_rank(tensor: int, context: int, order: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(run, (tensor, context, order, str(tmp_path)), nprocs=tensor * context)
+
+
+def record_order(rank: int, folder: str) -> None:
+    """Collectives begin before what does not need them, and are waited for afterwards; in the backward pass too."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
+        for name in ("tensor", "context"):
+            parallel = parallelize(make_layer(), mesh, **{name: "ranks"})
+            events: list[str] = []
+
+            def recorded(event: str, call: Any, events: list[str] = events) -> Any:
+                def wrapped(*args: Any) -> Any:
+                    events.append(event)
+                    return call(*args)
+
+                return wrapped
+
+            with pytest.MonkeyPatch.context() as patch:
+                for kind in (collectives._Exchange, collectives._Gather, collectives._ReduceScatter):
+                    for call in ("start", "finish"):
+                        patch.setattr(kind, call, recorded(f"{kind.__name__}.{call}", getattr(kind, call)))
+                patch.setattr(parallel.indexer, "select", recorded("select", parallel.indexer.select))
+                out, loss, _ = parallel(normal(1, 8, HIDDEN)[:, : 8 if name == "tensor" else 4], seq_len=8)
+                forward = events[:]
+                parallel.indexer.wq_b.weight.register_hook(lambda gradient, e=events: e.append("wq_b"))
+                events.clear()
+                (out.sum() + loss).backward()
+            if name == "tensor":
+                queries, outputs = (
+                    ["_Exchange.start", "select", "_Exchange.finish"],
+                    ["_Exchange.start", "_Exchange.finish"],
+                )
+                assert forward == queries + outputs
+                assert events == [*outputs, "_Exchange.start", "wq_b", "_Exchange.finish"]
+            else:
+                starts = ["_Gather.start", "_Gather.start", "_Gather.finish"]  # the indexer's keys, latent keys
+                assert forward == [*starts, "select", "_Gather.finish"]
+                begun = events.index("_ReduceScatter.start")
+                assert begun < events.index("wq_b") < len(events) - 1 - events[::-1].index("_ReduceScatter.finish")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_collectives_run_beside_the_indexer(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(record_order, (str(tmp_path),), nprocs=2)
 
 
 def save_or_load(rank: int, ranks: int, save: bool, folder: str) -> None:
