@@ -315,7 +315,9 @@ def test_models_that_do_not_fit() -> None:
     model = make_model(index_n_heads=4)
     with pytest.warns(UserWarning, match="enable: no layer fits, so nothing changes: index_n_heads must be one of"):
         handle = integration.enable(model, strict=False)
-    assert "no layer" in repr(handle)
+    assert repr(handle) == "<Handle of no layer>"
+    with pytest.raises(RuntimeError, match=r"Handle\.record: no layer of the model is enabled"), handle.record():
+        pass
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,7 +8,7 @@ import torch
 from streams import written_late
 from torch import Tensor
 
-from dsa_ext.nn import LightningIndexer, SparseMLA
+from dsa_ext.nn import LightningIndexer, SparseMLA, absorbed
 
 pytestmark = pytest.mark.gpu
 
@@ -77,6 +77,17 @@ def test_step(phase: Any, sizes: tuple[int, int, int]) -> None:
     layer = make_layer(*sizes, phase=phase, topk=SEQ + 40)
     x = make_input()
     check(step(layer, x), step(exact(layer), x.double().cpu()))
+
+
+@pytest.mark.parametrize("phase", ["warmup", "sparse"])
+@pytest.mark.parametrize("queries", [30, SEQ, SEQ + 30])
+def test_step_in_parts(phase: Any, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absorbed queries are made for so many queries at a time."""
+    layer = make_layer(phase=phase, topk=SEQ + 40)
+    x = make_input()
+    expected = step(exact(layer), x.double().cpu())
+    monkeypatch.setattr(absorbed, "_BYTES", queries * layer.heads * 576 * 2)
+    check(step(layer, x), expected)
 
 
 @pytest.mark.parametrize(("sizes", "precision"), [((16, 8, 64), "bf16"), ((128, 64, 128), "fp8")], ids=str)

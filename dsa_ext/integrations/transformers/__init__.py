@@ -32,7 +32,8 @@ class Handle:
         self._options, self._undo, self._selecting, self._layers = options, undo, sorted(selecting), enabled
 
     def __repr__(self) -> str:
-        return f"<Handle of {', '.join(self._layers) or 'no layer'}{'' if self._undo else ', disabled'}>"
+        disabled = self._layers and not self._undo
+        return f"<Handle of {', '.join(self._layers) or 'no layer'}{', disabled' if disabled else ''}>"
 
     def indexer_loss(self) -> Tensor:
         """The loss of the indexers in the last forward pass: a scalar in nats, the mean over queries that see a key and
@@ -51,7 +52,8 @@ class Handle:
 
     def _check_enabled(self, where: str) -> None:
         if not self._undo:
-            raise RuntimeError(f"Handle.{where}: the handle is disabled")
+            why = "the handle is disabled" if self._layers else "no layer of the model is enabled"
+            raise RuntimeError(f"Handle.{where}: {why}")
 
     @contextmanager
     def record(self) -> Iterator[dict[int, Tensor]]:
@@ -61,7 +63,7 @@ class Handle:
         Forward passes that continue a cache, as in generation, add their queries; any other begins a new record.
 
         Raises:
-            RuntimeError: the handle is disabled, or the block is within another one of `record`.
+            RuntimeError: the handle is disabled or has no layer, or the block is within another one of `record`.
         """
         self._check_enabled("record")
         if self._options.recorded is not None:
@@ -79,7 +81,7 @@ class Handle:
         keys that a query may not see are ignored.
 
         Raises:
-            RuntimeError: the handle is disabled.
+            RuntimeError: the handle is disabled or has no layer.
             TypeError: `ids` is not a mapping from indices of layers to tensors.
             ValueError: `ids` are not those of all layers that have an indexer.
         """
