@@ -123,6 +123,9 @@ class _Transfer:
     _work: Any
     gradient: "_Transfer"  # that of the backward pass, while it runs
 
+    def __init__(self, shares: Shares, group: Group) -> None:
+        self._shares, self._group = shares, group
+
     def start(self, x: Tensor) -> None:
         raise NotImplementedError
 
@@ -144,9 +147,6 @@ class _Transfer:
 class _Gather(_Transfer):
     """The rows of all ranks from those of each. Shares are padded to the largest for the collective."""
 
-    def __init__(self, shares: Shares, group: Group) -> None:
-        self._shares, self._group = shares, group
-
     def start(self, x: Tensor) -> None:
         self._sent = x.new_zeros(self._shares.largest, *x.shape[:1], *x.shape[2:])
         self._sent[: x.shape[1]] = x.transpose(0, 1)
@@ -162,9 +162,6 @@ class _Gather(_Transfer):
 
 class _ReduceScatter(_Transfer):
     """The sum over ranks, in fp32 at least, of this rank's rows, from all rows of each rank."""
-
-    def __init__(self, shares: Shares, group: Group) -> None:
-        self._shares, self._group = shares, group
 
     def start(self, x: Tensor) -> None:
         self._dtype, places = x.dtype, self._shares.largest * size_of(self._group)
@@ -182,7 +179,8 @@ class _Exchange(_Transfer):
     """A share of rows with all heads from all rows with a share of heads (`to_rows`), or the other way round."""
 
     def __init__(self, shares: Shares, group: Group, to_rows: bool) -> None:
-        self._shares, self._group, self._to_rows = shares, group, to_rows
+        super().__init__(shares, group)
+        self._to_rows = to_rows
         self._ranks, self._own = size_of(group), shares.sizes[rank_in(group)]
 
     def start(self, x: Tensor) -> None:
