@@ -1,8 +1,8 @@
 """Writes the parts of the documentation that come from the result files: tables, headline figures, README.md's picture.
 
 Pages are README.md and docs/results/*.md. A generated block of a page is between `<!-- results: NAME -->` and
-`<!-- end of results -->`; NAME is that of a file bench/results/h200/NAME.json, or `headlines`. `--check` changes
-nothing and fails if the pages or the picture are out of date.
+`<!-- end of results -->`; NAME is that of a file bench/results/h200/NAME.json, `headlines`, or `transformers_steps`.
+`--check` changes nothing and fails if the pages or the picture are out of date.
 """
 
 import argparse
@@ -19,6 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "bench/results/h200"
 PICTURE = "docs/results/peers.svg"
+#: The group of bench_transformers.py that README.md shows.
+TRAINING_STEPS = "Training step"
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 Case = dict[str, Any]
@@ -129,9 +131,11 @@ def table(cases: list[Case]) -> list[str]:
 def block(name: str, page: Path) -> str:
     if name == "headlines":
         return headlines()
-    path = ROOT / RESULTS / f"{name}.json"
+    path = ROOT / RESULTS / f"{name.removesuffix('_steps')}.json"
     if not path.exists():
         return "| case | time | TFLOP/s |\n| --- | --- | --- |\n| no results yet | | |\n"
+    if name == "transformers_steps":
+        return transformers_steps(json.loads(path.read_text())["cases"])
     result = json.loads(path.read_text())
     lines = [
         f"{result['gpu']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}; "
@@ -143,6 +147,19 @@ def block(name: str, page: Path) -> str:
     for group in groups:
         lines += ["", f"{group}:", "", *table([case for case in result["cases"] if case["group"] == group])]
     return "\n".join(lines) + "\n"
+
+
+def transformers_steps(cases: list[Case]) -> str:
+    """Time and memory of a training step on the operators and with each implementation of transformers."""
+    steps = [case for case in cases if case["group"] == TRAINING_STEPS]
+    names = list(dict.fromkeys(name for case in steps for name in case.get("peers_ms", {})))
+    rows = [["tokens", "dsa_ext", *(f"transformers, {name}" for name in names)], ["---"] * (2 + len(names))]
+    for case in steps:
+        ours = f"**{case['ms']:.0f} ms**, {gigabytes(case['peak_mb'])}"
+        times, peaks = case.get("peers_ms", {}), case.get("peers_peak_mb", {})
+        theirs = (f"{times[n]:.0f} ms, {gigabytes(peaks[n])}" if n in times else "out of memory" for n in names)
+        rows.append([str(case["args"]["S"]), ours, *theirs])
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 def library_of(case: Case) -> str:

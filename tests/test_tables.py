@@ -35,7 +35,7 @@ def write_result(root: Path, **values: Any) -> None:
 def test_pages_are_up_to_date(tables: ModuleType) -> None:
     text = "".join(page.read_text() for page in tables.pages())
     results = sorted(path.stem for path in (tables.ROOT / tables.RESULTS).glob("*.json"))
-    assert sorted(re.findall(r"<!-- results: (?!headlines)(\w+) -->", text)) == results
+    assert sorted(re.findall(r"<!-- results: (?!headlines|transformers_steps)(\w+) -->", text)) == results
     assert "<!-- results: headlines -->" in (tables.ROOT / "README.md").read_text()
     assert tables.main(["--check"]) == 0
 
@@ -131,4 +131,22 @@ def test_layers(tables: ModuleType) -> None:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| `one` | 3.00 ms | 1.00 ms | 2.00 ms | 4.8% | 6.00 ms (Peer) | **2.00** | 1.23 GB | 2.50 GB |",
         "| `two` | 3.00 ms | 1.00 ms | 2.00 ms | -0.1% | out of memory |  | 1.23 GB |  |",
+    ]
+
+
+def test_steps_of_transformers(tables: ModuleType) -> None:
+    step = {"name": "s1", "group": tables.TRAINING_STEPS, "ms": 10.4, "peak_mb": 1500}
+    peaks = {"sdpa": 2000, "eager": 3000}
+    cases = [
+        {**step, "args": {"S": 1024}, "peers_ms": {"sdpa": 20.6, "eager": 30}, "peers_peak_mb": peaks},
+        {**step, "args": {"S": 2048}, "peers_ms": {"sdpa": 50}, "peers_peak_mb": {"sdpa": 4e3}},
+        {**step, "args": {"S": 4096}},
+        {**step, "args": {"S": 4096}, "group": "another"},
+    ]  # fmt: skip
+    assert tables.transformers_steps(cases).splitlines() == [
+        "| tokens | dsa_ext | transformers, sdpa | transformers, eager |",
+        "| --- | --- | --- | --- |",
+        "| 1024 | **10 ms**, 1.50 GB | 21 ms, 2.00 GB | 30 ms, 3.00 GB |",
+        "| 2048 | **10 ms**, 1.50 GB | 50 ms, 4.00 GB | out of memory |",
+        "| 4096 | **10 ms**, 1.50 GB | out of memory | out of memory |",
     ]
