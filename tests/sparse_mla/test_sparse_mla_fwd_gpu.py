@@ -340,8 +340,8 @@ def test_empty_tensors(sizes: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["inputs without grad", "inputs with grad, no_grad"])
 def test_host_overhead(needs_grad: bool) -> None:
-    """One eager call costs the host at most 10 microseconds when no gradient is required, or twice the time of an
-    elementwise operator on a host where that takes more than 5."""
+    """One eager call costs the host at most 10 microseconds when no gradient is required, or 2.5 times that of an
+    elementwise operator on a slower host."""
     inputs = make_gpu(seq=1, s_kv=64, heads=64, topk=64)
     q, kv = inputs.q.requires_grad_(needs_grad), inputs.kv.requires_grad_(needs_grad)
     with torch.no_grad():
@@ -349,4 +349,4 @@ def test_host_overhead(needs_grad: bool) -> None:
         operator = host_us(lambda: OP(q, kv, inputs.indices))
         elementwise = host_us(lambda: torch.add(inputs.indices, 1))
     print(f"host: dsa_ext.sparse_mla {public:.1f} us, its operator {operator:.1f} us, torch.add {elementwise:.1f} us")
-    assert public <= max(HOST_LIMIT, 2 * elementwise)
+    assert public <= max(HOST_LIMIT, 2.5 * elementwise)
