@@ -6,7 +6,7 @@ absorbed_attention makes these for some thousand queries at a time, forward and 
 torch.compile decides itself what to keep, so it gets the plain formulas, and so do the transforms of torch.func.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -208,7 +208,7 @@ class _AbsorbedAttention(torch.autograd.Function):
             if out_weight is None:
                 multiply(rows.of(out).flatten(0, 1), latent.flatten(0, 1), value_weight.mT)
             else:
-                values = _values(latent, value_weight).flatten(1)
+                values = _values([latent], value_weight).flatten(1)
                 rows.of(out).flatten(0, 1).addmm_(values, out_weight.mT, beta=0)
             if distribution:
                 ps.append(functional.attn_dist(q, keys, listed, lse, sm_scale=slots["sm_scale"], **visible)[:, :, 0])
@@ -239,17 +239,16 @@ def _gradients(ctx: Any, dout: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor |
     latents, lses = results[: len(results) // 2], results[len(results) // 2 :]  # of all parts
     absorption = _Absorption(heads, key_weight, cos, sin, ctx.interleaved)
     parts = list(_parts(heads, absorption.columns))
-    attends = any(ctx.needs_input_grad[:4])
+    dout_weight = None
+    if ctx.needs_input_grad[4]:
+        dout_weight = _out_weight_gradient(dout, parts, latents, value_weight, out_weight)
+    if not any(ctx.needs_input_grad[:4]):
+        return None, None, None, None, dout_weight
     dheads = torch.empty_like(heads)
-    weights = key_weight, value_weight, kv, out_weight
-    dkey_weight, dvalue_weight, dkv, dout_weight = (_Sum(t, len(parts)) for t in weights)
+    dkey_weight, dvalue_weight, dkv = (_Sum(t, len(parts)) for t in (key_weight, value_weight, kv))
     for rows, latent, lse in zip(parts, latents, lses, strict=True):
         dvalues = rows.of(dout).flatten(0, 1)
         if out_weight is not None:
-            if ctx.needs_input_grad[4]:
-                dout_weight.add(dvalues.mT @ _values(latent, value_weight).flatten(1))
-            if not attends:
-                continue
             dvalues = (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))
         dlatent = torch.empty_like(latent)
         multiply(dlatent.flatten(0, 1), dvalues, value_weight)
@@ -266,15 +265,32 @@ def _gradients(ctx: Any, dout: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor |
         if ctx.needs_input_grad[1]:
             dkey_weight.add(absorption.weight_gradient(dq, rows))
         del dq, dkeys
-    return dheads if attends else None, *(
-        gradient.result() for gradient in (dkey_weight, dvalue_weight, dkv, dout_weight)
-    )
+    return dheads, *(gradient.result() for gradient in (dkey_weight, dvalue_weight, dkv)), dout_weight
 
 
-def _values(latent: Tensor, value_weight: Tensor) -> Tensor:
-    """The values of heads [tokens, H, v]."""
-    values = latent.new_empty(latent.shape[0] * latent.shape[1], *value_weight.shape[:2])
-    multiply(values, latent.flatten(0, 1), value_weight.mT)
+def _out_weight_gradient(
+    dout: Tensor, parts: list[_Queries], latents: Sequence[Tensor], value_weight: Tensor, out_weight: Tensor
+) -> Tensor | None:
+    """Takes several parts of the queries together, as long as their values have at most _BYTES: the weight is large,
+    and each part would cost an addition in fp32."""
+    bytes_of_part = latents[0].nbytes // max(1, value_weight.shape[2]) * value_weight.shape[1]
+    together = max(1, _BYTES // max(1, bytes_of_part))
+    starts = range(0, len(parts), together)
+    gradient = _Sum(out_weight, len(starts))
+    for start in starts:
+        some = slice(start, start + together)
+        douts = [rows.of(dout).flatten(0, 1) for rows in parts[some]]
+        values = _values(latents[some], value_weight).flatten(1)
+        gradient.add((douts[0] if len(douts) == 1 else torch.cat(douts)).mT @ values)
+    return gradient.result()
+
+
+def _values(latents: Sequence[Tensor], value_weight: Tensor) -> Tensor:
+    """The values of heads [tokens, H, v], of latents [B, S, H, latent] one after another."""
+    tokens = [latent.shape[0] * latent.shape[1] for latent in latents]
+    values = latents[0].new_empty(sum(tokens), *value_weight.shape[:2])
+    for part, latent in zip(values.split(tokens), latents, strict=True):
+        multiply(part, latent.flatten(0, 1), value_weight.mT)
     return values
 
 

@@ -163,8 +163,8 @@ def write_rotated(
     """Writes the rotated columns of `x` to `out`."""
     first, second = halves(out, cos, interleaved_out)
     x_first, x_second = halves(x, cos, interleaved)
-    first.copy_(x_first).mul_(cos).addcmul_(x_second, sin, value=-1)
-    second.copy_(x_second).mul_(cos).addcmul_(x_first, sin)
+    torch.mul(x_first, cos, out=first).addcmul_(x_second, sin, value=-1)
+    torch.mul(x_second, cos, out=second).addcmul_(x_first, sin)
 
 
 class _Rope(torch.autograd.Function):
