@@ -69,7 +69,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     gradients_others = ("merge_lists_kernel", "list_ranges_kernel", "list_slots_kernel")
     return {
         "sparse_mla_fwd/launch": Kernels(
-            "sparse_mla_fwd_kernel", len(fwd.configs), fwd.threads, MLA, ("combine_kernel",)
+            "sparse_mla_fwd_kernel", len(fwd.configs), fwd.threads, (*listing, "STG.E.128"), ("combine_kernel",)
         ),
         # Columns x gate dtypes; forward and backward.
         "gated_fusion/launch": Kernels(

@@ -1,4 +1,5 @@
-// Moves 8x8 bf16 matrices between registers and shared memory, in the 128-byte swizzle that wgmma and TMA read.
+// Moves 8x8 bf16 matrices between registers and shared memory, in the 128-byte swizzle that wgmma and TMA read, and
+// between the lanes of a warp.
 #pragma once
 
 #include <cstdint>
@@ -55,6 +56,13 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
 __device__ __forceinline__ void store_two_matrices_transposed(uint32_t address, uint32_t a, uint32_t b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
                : "memory");
+}
+
+// movmatrix.trans: the transpose of an 8x8 matrix, of which each lane holds two neighboring elements of a row
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
 }
 
 // cvt.rn.bf16x2: `low` goes to the lower half

@@ -41,8 +41,14 @@ __device__ __forceinline__ void copy_16_bytes(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
-// cp.async.wait_all: waits until this thread's copies are complete
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// cp.async.commit_group: this thread's copies since the last group become a group, which may be empty
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// cp.async.wait_group: waits until this thread's groups of copies are complete, except for the last kLater
+template <int kLater>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+}
 
 // st.shared
 __device__ __forceinline__ void store_shared(uint32_t address, uint2 value) {

@@ -18,6 +18,23 @@ __device__ __forceinline__ constexpr int column_of_value(int i, int lane) { retu
 // The column of the c-th of a lane's values in a row.
 __device__ __forceinline__ constexpr int column_in_row(int c, int lane) { return c / 2 * 8 + lane % 4 * 2 + c % 2; }
 
+// Quads of lanes transpose 4 x 4 words: lane t of a quad gets word t of each of its lanes, in their order. Of an
+// accumulator rounded to bf16, whose lanes hold a word of each 16-byte piece of a row, each lane so gets whole pieces.
+__device__ __forceinline__ void transpose_in_quads(Piece& piece, int lane) {
+#pragma unroll
+  for (int lanes = 1; lanes <= 2; lanes *= 2) {
+    const bool higher = lane & lanes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & lanes) continue;
+      uint32_t &low = piece.words[i], &high = piece.words[i + lanes];
+      const uint32_t swapped = __shfl_xor_sync(~0u, higher ? low : high, lanes);
+      low = higher ? swapped : low;
+      high = higher ? high : swapped;
+    }
+  }
+}
+
 // Stores a warpgroup's 64-row fp32 accumulator fragment, rounded to bf16, as 64-column chunks from `chunk` on.
 template <int kColumns, class Accumulator>
 __device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumulator& r, int thread) {

@@ -84,6 +84,23 @@ def test_few_queries(heads: int, seq: int) -> None:
     check(inputs.q, inputs.kv, inputs.indices, causal=False, topk_length=lengths, attn_sink=sink)
 
 
+@pytest.mark.parametrize("heads", [5, 16, 32, 64, 100, 128])
+def test_items_of_all_lengths_in_any_order(heads: int) -> None:
+    """Queries of 0 to 6 tiles in turn on each SM: their results do not depend on the queries before and after them."""
+    inputs = make_gpu(seq=1500, s_kv=2000, heads=heads, topk=384)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    lengths = torch.randint(0, 385, (1, 1500), generator=generator, device=DEVICE, dtype=torch.int32)
+    lengths = torch.where(lengths < 128, lengths // 64 * 64, lengths)
+    expected = OP(inputs.q, inputs.kv, inputs.indices, causal=False, topk_length=lengths)
+    some = slice(700, 740)
+    check(inputs.q[:, some], inputs.kv, inputs.indices[:, some], causal=False, topk_length=lengths[:, some])
+    for _ in range(3):
+        order = torch.randperm(1500, generator=generator, device=DEVICE)
+        got = OP(inputs.q[:, order], inputs.kv, inputs.indices[:, order], causal=False, topk_length=lengths[:, order])
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b[:, order])
+
+
 @pytest.mark.parametrize("value", [INT32_MIN, -1, 64, INT32_MAX])
 def test_padding_alone(value: int) -> None:
     inputs = make_gpu(s_kv=64, heads=128)

@@ -25,7 +25,7 @@ struct Feeder {
   const int* g_ids;  // this thread's first slot of the next tile
   const char* g_rows;
   int ids[kGatherRowsPerThread];  // of the next tile
-  int landing = -1;               // slot whose copies are in flight
+  uint32_t landing = 0;           // bit i: the i-th last feed() copied keys, in the i-th last group of copies
 
   __device__ __forceinline__ uint64_t* full(int at) { return kBack ? &shared.full_back[at] : &shared.full_front[at]; }
   // Arrives for what was written to slot `at`; with kSignalOnLanding, also when its copies are complete.
@@ -34,13 +34,14 @@ struct Feeder {
     if constexpr (kSignalOnLanding) arrive_after_copies(full(at));
   }
 
-  // Signals the slot of the last feed() after its copies are complete.
-  __device__ __forceinline__ void publish() {
-    if (landing < 0) return;
-    wait_copies();
+  // Signals the slot that the feed() before the last kLater ones filled with keys, after its copies are complete. The
+  // last feed() filled the slot before `at`.
+  template <int kLater>
+  __device__ __forceinline__ void publish(int at) {
+    if (!(landing >> kLater & 1)) return;
+    wait_copies<kLater>();
     fence_async_proxy();
-    signal(landing);
-    landing = -1;
+    signal(at > kLater ? at - 1 - kLater : at - 1 - kLater + (kBack ? kC.back_stages : kC.front_stages));
   }
 
   __device__ __forceinline__ void load_ids() {
@@ -55,6 +56,7 @@ struct Feeder {
   // Starts to fill slot `at`, which this warpgroup has read in the ring's round with phase `parity`; chunk 8 is free
   // only after both value warpgroups have read it.
   __device__ __forceinline__ void feed(int at, uint32_t parity) {
+    landing <<= 1;
     if (tiles_left > 0) {
       const uint32_t s_piece =
           shared_address(shared.tiles.chunk(at, kBegin)) + swizzled_offset(gather_row(thread), gather_piece(thread));
@@ -69,7 +71,7 @@ struct Feeder {
       if constexpr (kSignalOnLanding) {
         signal(at);
       } else {
-        landing = at;
+        landing |= 1;
       }
       if (--tiles_left > 0) load_ids();
     } else if (index < p.items) {
@@ -96,6 +98,7 @@ struct Feeder {
                gather_piece(thread) * 16;
       load_ids();
     }
+    if constexpr (!kSignalOnLanding) commit_copies();
   }
 };
 

@@ -16,8 +16,8 @@
 //                                        lse, last factor of O                                  finished
 //
 // Tiles of 64 keys pass through a ring buffer. Each value warpgroup refills the half of a tile of which it is the last
-// reader, so nobody waits for an empty stage. Q passes through the ring too, as a tile before the item's keys, and O
-// leaves through the stage of the item's last tile, so that consecutive items overlap.
+// reader, so nobody waits for an empty stage. Q passes through the ring too, as a tile before the item's keys. O is
+// stored from registers, after the first tiles of the next item are on their way, so that consecutive items overlap.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -29,8 +29,7 @@ namespace dsa::sparse_mla_fwd {
 
 template <int kConfig>
 __global__ void __launch_bounds__(kThreads, 1)
-    sparse_mla_fwd_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map,
-                          const __grid_constant__ CUtensorMap out_map) {
+    sparse_mla_fwd_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map) {
   constexpr Config kC = kConfigs[kConfig];
   extern __shared__ __align__(1024) char shared_bytes_[];
   SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);
@@ -39,7 +38,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&q_map);
-    prefetch_tensor_map(&out_map);
     constexpr int kFullArrivals = kWarpgroupThreads * (signals_on_landing(kC) ? 2 : 1);
     for (int i = 0; i < kC.front_stages; ++i) barrier_init(&shared.full_front[i], kFullArrivals);
     for (int i = 0; i < kC.back_stages; ++i) {
@@ -56,16 +54,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     shrink_registers<kC.value_registers>();
     if constexpr (is_narrow(kC)) {
-      accumulate_narrow<kC, false>(shared, p, q_map, out_map, thread);
+      accumulate_narrow<kC, false>(shared, p, q_map, thread);
     } else {
-      accumulate_wide<kC, false>(shared, p, q_map, out_map, thread);
+      accumulate_wide<kC, false>(shared, p, q_map, thread);
     }
   } else if (warpgroup == 1) {
     shrink_registers<kC.value_registers>();
     if constexpr (is_narrow(kC)) {
-      accumulate_narrow<kC, true>(shared, p, q_map, out_map, thread);
+      accumulate_narrow<kC, true>(shared, p, q_map, thread);
     } else {
-      accumulate_wide<kC, true>(shared, p, q_map, out_map, thread);
+      accumulate_wide<kC, true>(shared, p, q_map, thread);
     }
   } else {
     grow_registers<kC.score_registers>();

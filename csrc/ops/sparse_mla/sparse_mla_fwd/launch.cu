@@ -13,20 +13,15 @@ namespace {
 template <int kConfig>
 const char* launch_config(const KernelParams& p, cudaStream_t stream) {
   const int group_heads = p.heads / p.groups;
-  CUtensorMap q_map, out_map;
+  CUtensorMap q_map;
   if (!encode_head_tensor(&q_map, {p.q, p.d_qk, group_heads, p.groups, p.seq_q, p.batch, p.q_stride_h,
                                    group_heads * p.q_stride_h, p.q_stride_s, p.q_stride_b})) {
     return "no tensor map for q";
   }
-  const int64_t out_row = int64_t(p.heads) * p.d_v;
-  if (!encode_head_tensor(&out_map, {p.out, p.d_v, group_heads, p.groups, p.seq_q, p.batch, p.d_v,
-                                     int64_t(group_heads) * p.d_v, out_row, p.seq_q * out_row})) {
-    return "no tensor map for out";
-  }
   constexpr int kBytes = sizeof(SharedStorage<kConfigs[kConfig]>);
   static_assert(kBytes <= kMaxSharedBytes);
   const char* error = launch_kernel<sparse_mla_fwd_kernel<kConfig>>(p.device, std::min(p.items, p.num_sms), kThreads,
-                                                                    kBytes, stream, p, q_map, out_map);
+                                                                    kBytes, stream, p, q_map);
   if (error == nullptr && p.splits > 1) {
     error = launch_kernel<combine_kernel>(p.device, unsigned(p.rows), kCombineThreads, 0, stream, p);
   }

@@ -9,7 +9,7 @@
 //                                                    gathers columns [0, 256) of tile j+3         full_front[j+3]
 //   value 1 (back)    probs_written[j]               O[:, 256:512) = O * rescale + P V
 //                     probs_read[j]                  gathers the other columns of tile j+2        full_back[j+2]
-//   value 0, 1        finished                       after the last tile: scale and store O
+//   value 0, 1        finished                       after Q of the next item: scale and store O
 //
 // The time goes into reading keys and values from shared memory, and into the gather. Q is the B operand of wgmma and
 // stays in shared memory, which leaves room for three stages of front halves and two of back halves.
@@ -197,11 +197,11 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
 
 template <Config kC, bool kBack>
 __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, const KernelParams& p,
-                                                  const CUtensorMap& q_map, const CUtensorMap& out_map, int thread) {
+                                                  const CUtensorMap& q_map, int thread) {
   using namespace cute;
   constexpr int kHeads = kC.heads, kRows = kFrontChunks * kChunkColumns;  // rows of O^T, columns of O
   constexpr int kFirst = kBack ? kFrontChunks : 0, kBarrier = kBack ? kBackBarrier : kFrontBarrier;
-  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const int lane = thread % kWarpThreads;
   const auto head = [&](int i) { return column_of_value(i, lane); };  // of accumulator i of a chunk
 
   NarrowValueMma<kHeads> mma;
@@ -219,20 +219,39 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
     }
   };
 
+  // This warpgroup has read the tile: the data of the next round of the ring may arrive.
+  const auto refill = [&] {
+    if (!kBack) arrive(&shared.probs_read[back_at.slot]);
+    feeder.feed(kBack ? back_at.slot : front_at.slot, kBack ? back_at.parity : front_at.parity);
+    front_at.advance();
+    back_at.advance();
+  };
+
   for (int i = 0; i < (kBack ? kC.back_stages : kC.front_stages); ++i) feeder.feed(i, 1);
-  int index = blockIdx.x, tiles_left = 0;
-  while (tiles_left > 0 || index < p.items) {
-    const int slot = kBack ? back_at.slot : front_at.slot;  // slot of this warpgroup's values
-    wait(&shared.probs_written[back_at.slot], back_at.parity);
-    if (tiles_left == 0) {  // the score warpgroup has read Q
+  for (int index = blockIdx.x;; index += gridDim.x) {
+    int tiles_left = 0;
+    if (index < p.items) {
+      wait(&shared.probs_written[back_at.slot], back_at.parity);  // the score warpgroup has read Q
       tiles_left = shared.item_tiles[front_at.parity][front_at.slot];
-      mma.accumulate_ = GMMA::ScaleOut::Zero;
-    } else {
+      refill();
+    }
+    if (index != blockIdx.x) {
+      // O of the item before, while the first tiles of this one are scored
+      wait(&shared.finished[finish_at.slot], finish_at.parity);
+      scale_heads([&](int h) { return shared.finish[finish_at.slot][h]; });
+      finish_at.advance();
+      store_output_transposed<kFirst, kC.d_v, kHeads>(p, Item(p, index - gridDim.x), r_o, thread);
+    }
+    if (tiles_left == 0) break;
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    for (; tiles_left > 0; --tiles_left) {
+      const int slot = kBack ? back_at.slot : front_at.slot;  // slot of this warpgroup's values
       Tensor s_v = make_tensor(make_smem_ptr(shared.tiles.chunk(slot, kFirst)), ColumnsByRows<kRows>{});
       Tensor s_p =
           make_tensor(make_smem_ptr(shared.tiles.chunk(back_at.slot, kLastChunk)), HeadsByColumns<kHeads, kTileRows>{});
       Tensor r_v = mma.get_slice(thread).partition_fragment_A(s_v);
       Tensor r_p = mma.get_slice(thread).partition_fragment_B(s_p);
+      wait(&shared.probs_written[back_at.slot], back_at.parity);
       if (__any_sync(~0u, shared.rescale[back_at.slot][lane % kHeads] != kExponentOfOne)) {
         scale_heads([&](int h) { return power_of_two(shared.rescale[back_at.slot][h]); });
       }
@@ -243,34 +262,8 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       sync_warpgroup<kBarrier>();
-      if (--tiles_left == 0) {
-        wait(&shared.finished[finish_at.slot], finish_at.parity);
-        scale_heads([&](int h) { return shared.finish[finish_at.slot][h]; });
-        finish_at.advance();
-        const Item item(p, index);
-        if (p.splits > 1) {
-          const int64_t first_row = item.split * p.rows + item.first_row(p);
-#pragma unroll
-          for (int i = 0; i < size(r_o); ++i) {
-            const int h = head(i % (kHeads / 2)), chunk = kFirst + i / (kHeads / 2);
-            const int column = chunk * kChunkColumns + warp * 16 + lane / 4 + i / 2 % 2 * 8;
-            if (h < item.heads_left(p)) p.partial_out[(first_row + h) * kC.d_v + column] = r_o(i);
-          }
-        } else {
-#pragma unroll
-          for (int chunk = 0; chunk < kFrontChunks; ++chunk) {
-            store_transposed<kHeads>(shared_address(shared.tiles.chunk(slot, kFirst + chunk)), r_o(_, chunk, 0),
-                                     thread);
-          }
-          store_output<kC, kBack>(shared, slot, out_map, item, thread);
-        }
-        index += gridDim.x;
-      }
+      refill();
     }
-    if (!kBack) arrive(&shared.probs_read[back_at.slot]);
-    feeder.feed(slot, kBack ? back_at.parity : front_at.parity);
-    front_at.advance();
-    back_at.advance();
   }
 }
 

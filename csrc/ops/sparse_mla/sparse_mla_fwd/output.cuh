@@ -1,9 +1,11 @@
-// The end of an item: lse, the last factor of O, and the store of O to global memory.
+// The end of an item: lse, the last factor of O, and the store of O from registers to global memory.
+//
+// O does not pass through shared memory, whose slots receive the keys of the next item during the store.
 #pragma once
 
 #include "sm90/math.cuh"
-#include "sm90/tma.cuh"
 #include "storage.cuh"
+#include "tiles/accumulators.cuh"
 #include "tiles/softmax.cuh"
 
 namespace dsa::sparse_mla_fwd {
@@ -25,23 +27,68 @@ __device__ __forceinline__ float finish_row(const KernelParams& p, const Item& i
   return empty ? 0.f : 1.f / denominator;
 }
 
-// Stores to global memory the O that one value warpgroup has written over its values. Called by all its threads.
-template <Config kC, bool kBack>
-__device__ __forceinline__ void store_output(SharedStorage<kC>& shared, int slot, const CUtensorMap& out_map,
-                                             const Item& item, int thread) {
-  constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier, kFirst = kBack ? kFrontChunks : 0;
-  fence_async_proxy();
-  sync_warpgroup<kBarrier>();
-  if (thread == 0) {
-#pragma unroll 1
-    for (int chunk = kFirst; chunk < kFirst + kFrontChunks; ++chunk) {
-      tma_store(&out_map, shared.tiles.chunk(slot, chunk),
-                {chunk * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b});
+// The columns of O that one value warpgroup accumulates, from `kFirst` on. Called by all its threads.
+template <int kFirst, int kDv, class Accumulator>
+__device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, const Accumulator& r_o,
+                                             int thread) {
+  const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane / 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool exists = row + 8 * r < item.heads_left(p);
+    const int64_t out_row = item.first_row(p) + row + 8 * r;
+    if (p.splits > 1) {
+      float* g_out = p.partial_out + (item.split * p.rows + out_row) * kDv + kFirst + lane % 4 * 2;
+#pragma unroll
+      for (int i = 2 * r; i < cute::size(r_o); i += 4) {
+        if (exists) *reinterpret_cast<float2*>(g_out + i / 4 * 8) = {r_o(i), r_o(i + 1)};
+      }
+    } else {
+      Piece* g_pieces = reinterpret_cast<Piece*>(static_cast<Bf16*>(p.out) + out_row * kDv + kFirst) + lane % 4;
+#pragma unroll
+      for (int i = 2 * r; i < cute::size(r_o); i += 16) {
+        Piece piece = {pack_bf16(r_o(i), r_o(i + 1)), pack_bf16(r_o(i + 4), r_o(i + 5)),
+                       pack_bf16(r_o(i + 8), r_o(i + 9)), pack_bf16(r_o(i + 12), r_o(i + 13))};
+        transpose_in_quads(piece, lane);
+        if (exists) g_pieces[i / 16 * 4] = piece;
+      }
     }
-    tma_store_commit();
-    tma_store_wait_read();
   }
-  sync_warpgroup<kBarrier>();
+}
+
+// The same for O^T, [64 columns of each of the chunks from kFirstChunk on, kHeads heads].
+template <int kFirstChunk, int kDv, int kHeads, class Accumulator>
+__device__ __forceinline__ void store_output_transposed(const KernelParams& p, const Item& item, const Accumulator& r_o,
+                                                        int thread) {
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const int64_t first_row = item.first_row(p);
+  if (p.splits > 1) {
+#pragma unroll
+    for (int i = 0; i < cute::size(r_o); ++i) {
+      const int h = column_of_value(i % (kHeads / 2), lane), chunk = kFirstChunk + i / (kHeads / 2);
+      const int column = chunk * kChunkColumns + warp * 16 + lane / 4 + i / 2 % 2 * 8;
+      if (h < item.heads_left(p)) p.partial_out[(item.split * p.rows + first_row + h) * kDv + column] = r_o(i);
+    }
+  } else {
+    // A transposed 8x8 matrix has heads as rows. Two matrices of a warp are 32 bytes of an output row; of each head,
+    // two lanes of a quad store those of one chunk, the other two those of the chunk after the next.
+#pragma unroll
+    for (int i = 0; i < kHeads / 2; i += 4) {
+      const int h = i / 4 * 8 + lane / 4;
+      const int column = (kFirstChunk + lane / 2 % 2 * 2) * kChunkColumns + warp * 16;
+      Piece* g_pieces = reinterpret_cast<Piece*>(static_cast<Bf16*>(p.out) + (first_row + h) * kDv + column) + lane % 2;
+#pragma unroll
+      for (int chunk = 0; chunk < kFrontChunks / 2; ++chunk) {
+        Piece piece;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int at = i + m % 2 * 2, of = chunk + m / 2 * 2;
+          piece.words[m] = transpose_matrix(pack_bf16(r_o(at, of, 0), r_o(at + 1, of, 0)));
+        }
+        transpose_in_quads(piece, lane);
+        if (h < item.heads_left(p)) g_pieces[chunk * kChunkColumns / kPieceColumns] = piece;
+      }
+    }
+  }
 }
 
 }  // namespace dsa::sparse_mla_fwd

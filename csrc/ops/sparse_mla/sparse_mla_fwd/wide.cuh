@@ -5,13 +5,13 @@
 //   warpgroup         waits on                            does                                   signals
 //   score             full_front[j], full_back[j]         S = Q K^T                              probs_turn[j-1]
 //                                                         softmax; P into the tile               probs_written[j]
-//                                                         after the last tile: factor of O       finished,
-//                                                                                                probs_turn[j]
+//                                                         after the last tile: factor of O       probs_turn[j],
+//                                                                                                finished
 //   value 0 (front)   probs_written[j], probs_turn[j]     O[:, 0:256) = O * rescale + P V        probs_read[j]
 //                                                         gathers columns [0, 256) of tile j+3   full_front[j+3]
 //   value 1 (back)    probs_written[j], probs_turn[j]     O[:, 256:512) = O * rescale + P V
 //                     probs_read[j]                       gathers the other columns of tile j+3  full_back[j+3]
-//   value 0, 1        finished                            after the last tile: scale, store O
+//   value 0, 1        finished                            after Q of the next item: scale, store O
 //
 // The score warpgroup holds Q in registers, so that S reads only K from shared memory. P V of tile j waits for its
 // turn: until S of tile j+1 is done. So P V fills the tensor cores during the softmax of tile j+1, and S has the tensor
@@ -225,6 +225,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
       at.advance();
     }
     signal_written();
+    arrive(&shared.probs_turn[previous_slot]);
 
     const Item item(p, index);
 #pragma unroll
@@ -237,17 +238,15 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
       }
     }
     arrive(&shared.finished[finish_at.slot]);
-    arrive(&shared.probs_turn[previous_slot]);
     finish_at.advance();
   }
 }
 
 template <Config kC, bool kBack>
 __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const KernelParams& p,
-                                                const CUtensorMap& q_map, const CUtensorMap& out_map, int thread) {
+                                                const CUtensorMap& q_map, int thread) {
   using namespace cute;
-  constexpr int kColumns = kFrontChunks * kChunkColumns;
-  constexpr int kFirstChunk = kBack ? kFrontChunks : 0, kFirstColumn = kFirstChunk * kChunkColumns;
+  constexpr int kColumns = kFrontChunks * kChunkColumns, kFirstChunk = kBack ? kFrontChunks : 0;
   constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, row = warp * 16 + lane / 4;
 
@@ -256,19 +255,33 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
   Feeder<kC, kBack> feeder{shared, p, q_map, thread};
   Ring<kC.front_stages> at;
   Ring<2> finish_at;
+  // This warpgroup has read the slot: the data of the next round of the ring may arrive.
+  const auto refill = [&] {
+    if (!kBack) arrive(&shared.probs_read[at.slot]);
+    feeder.feed(at.slot, at.parity);
+    at.advance();
+  };
 
-  for (int i = 0; i < kC.front_stages; ++i) {
-    feeder.publish();
-    feeder.feed(i, 1);
-  }
-  int index = blockIdx.x, tiles_left = 0;
-  while (tiles_left > 0 || index < p.items) {
-    if (tiles_left == 0) {
+  for (int i = 0; i < kC.front_stages; ++i) feeder.feed(i, 1);
+  feeder.template publish<1>(at.slot);
+  for (int index = blockIdx.x;; index += gridDim.x) {
+    int tiles_left = 0;
+    if (index < p.items) {
       wait(&shared.probs_turn[at.slot], at.parity);  // the score warpgroup has read Q
       tiles_left = shared.item_tiles[at.parity][at.slot];
-      mma.accumulate_ = GMMA::ScaleOut::Zero;
-      feeder.publish();
-    } else {
+      refill();
+      feeder.template publish<1>(at.slot);
+    }
+    if (index != blockIdx.x) {
+      // O of the item before, while the first tiles of this one are scored
+      wait(&shared.finished[finish_at.slot], finish_at.parity);
+      scale_rows(r_o, {shared.finish[finish_at.slot][row], shared.finish[finish_at.slot][row + 8]});
+      finish_at.advance();
+      store_output<kFirstChunk * kChunkColumns, kC.d_v>(p, Item(p, index - gridDim.x), r_o, thread);
+    }
+    if (tiles_left == 0) break;
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    for (;;) {
       Tensor s_p = make_tensor(make_smem_ptr(shared.tiles.chunk(at.slot, kLastChunk)), RowsByColumns<kTileRows>{});
       Tensor s_v = make_tensor(make_smem_ptr(shared.tiles.chunk(at.slot, kFirstChunk)), ColumnsByRows<kColumns>{});
       Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
@@ -283,45 +296,16 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
       warpgroup_arrive();
       multiply_add(mma, r_p, r_v, r_o);
       warpgroup_commit_batch();
-      feeder.publish();
+      const bool is_last = --tiles_left == 0;
+      if (!is_last) feeder.template publish<0>(at.slot);
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       sync_warpgroup<kBarrier>();
-      if (--tiles_left == 0) {
-        wait(&shared.finished[finish_at.slot], finish_at.parity);
-        const float factors[2] = {shared.finish[finish_at.slot][row], shared.finish[finish_at.slot][row + 8]};
-        finish_at.advance();
-        const Item item(p, index);
-        scale_rows(r_o, factors);
-        if (p.splits > 1) {
-          const int64_t split_row = item.split * p.rows + item.first_row(p);
-          float* g_out = p.partial_out + (split_row + row) * kC.d_v + kFirstColumn + lane % 4 * 2;
-#pragma unroll
-          for (int r = 0; r < 2; ++r, g_out += 8 * kC.d_v) {
-            if (row + 8 * r >= item.heads_left(p)) break;
-#pragma unroll
-            for (int i = 2 * r; i < size(r_o); i += 4) {
-              *reinterpret_cast<float2*>(g_out + i / 4 * 8) = {r_o(i), r_o(i + 1)};
-            }
-          }
-        } else {
-          // O overwrites the values that only this warpgroup read, in the layout that TMA stores.
-          const uint32_t s_o = shared_address(shared.tiles.chunk(at.slot, kFirstChunk));
-#pragma unroll
-          for (int i = 0; i < kColumns / 16; ++i) {
-            store_matrices(s_o + i / 4 * kChunkBytes + swizzled_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
-                           pack_bf16(r_o(8 * i), r_o(8 * i + 1)), pack_bf16(r_o(8 * i + 2), r_o(8 * i + 3)),
-                           pack_bf16(r_o(8 * i + 4), r_o(8 * i + 5)), pack_bf16(r_o(8 * i + 6), r_o(8 * i + 7)));
-          }
-          store_output<kC, kBack>(shared, at.slot, out_map, item, thread);
-        }
-        index += gridDim.x;
-      }
+      refill();
+      if (is_last) break;
     }
-    // This warpgroup has read the slot: the data of the next round of the ring may arrive.
-    if (!kBack) arrive(&shared.probs_read[at.slot]);
-    feeder.feed(at.slot, at.parity);
-    at.advance();
+    // Only now for the slot before: its copies had no time to complete, and this item's last slot should not wait.
+    feeder.template publish<1>(at.slot);
   }
 }
 
