@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.stale import RESULTS, Kernels
+from dsa_ext.testing.inputs import drift_indices
 from dsa_ext.testing.progress import Progress
 from dsa_ext.testing.timing import time_ms
 
@@ -199,6 +200,13 @@ def causal_indices(seq: int, topk: int, generator: torch.Generator) -> Tensor:
         rows.append(ids.masked_fill(ids > position, seq).sort().values)
     indices = torch.cat(rows)
     return indices.masked_fill(indices == seq, -1).int()[None, :, None]
+
+
+def arranged(indices: Tensor, s_kv: int, ids: str) -> Tensor:
+    """Random lists [B, S, G, K] as they are ("random"), in "ascending" order, or lists that "drift" in their place."""
+    if ids == "drift":
+        return drift_indices(indices.shape, s_kv, torch.Generator(indices.device).manual_seed(1))
+    return indices.sort(-1).values.contiguous() if ids == "ascending" else indices
 
 
 def report(

@@ -8,6 +8,7 @@
 #include "ops/indexer/indexer_topk/plan.h"
 #include "ops/indexer/topk_select/config.h"
 #include "ops/shared/listed_keys/config.h"
+#include "ops/shared/merged_lists/config.h"
 #include "ops/sparse_mla/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla/sparse_mla_fwd/config.h"
 #include "ops/sparse_mla/sparse_mla_fwd/plan.h"
@@ -47,9 +48,15 @@ PYBIND11_MODULE(host_functions, m) {
   });
   std::vector<py::tuple> bwd_configs;
   for (const dsa::sparse_mla_bwd::Config& config : dsa::sparse_mla_bwd::kConfigs) {
-    bwd_configs.push_back(py::make_tuple(config.d_qk, config.d_v));
+    bwd_configs.push_back(py::make_tuple(config.d_qk, config.d_v, config.merged));
   }
-  bwd.attr("configs") = bwd_configs;  // (d_qk, d_v)
+  bwd.attr("configs") = bwd_configs;  // (d_qk, d_v, merged)
+  bwd.def("most_ctas", &dsa::sparse_mla_bwd::most_ctas);
+  auto merged = m.def_submodule("merged_lists");
+  merged.def("queries_of_run", &dsa::merged_lists::queries_of_run);
+  merged.def("entries_of_run", &dsa::merged_lists::entries_of_run);
+  merged.def("are_merged", &dsa::merged_lists::are_merged);
+  merged.def("runs_at_once", &dsa::merged_lists::runs_at_once);
 
   // (item, first unit, end, units) of each worker's pieces
   m.def_submodule("block_sparse_attn_fwd").def("pieces", [](int items, int slots, int num_sms) {

@@ -29,6 +29,7 @@ from dsa_ext.testing.calls import ORDINARY, with_forward
 from dsa_ext.testing.inputs import (
     INT32_MAX,
     INT32_MIN,
+    drift_indices,
     make_indexer_inputs,
     make_inputs,
     nasty_rows,
@@ -163,6 +164,18 @@ def sparse_mla_bwd() -> None:
     args = ORDINARY["sparse_mla_bwd"](seq=3, s_kv=20_000, topk=70)
     args["indices"][..., 5] = 19_999
     checked("sparse_mla_bwd", **with_forward("sparse_mla_bwd", args), deterministic=True)
+
+
+def sparse_mla_bwd_merged() -> None:
+    """Few heads, and many slots, of which few are used: lists are merged, except where they repeat a key."""
+    for heads, d_qk in ((3, 576), (20, 512)):
+        inputs = make_inputs(1, 257, 16000, heads, 1, 1, d_qk)
+        indices = drift_indices((1, 257, 1, 1024), 16000, torch.Generator().manual_seed(1))
+        indices[:, 200:, :, 1] = indices[:, 200:, :, 0]
+        lengths = torch.full((1, 257), 70, dtype=torch.int32)
+        args = {"q": inputs.q, "kv": inputs.kv, "indices": indices, "topk_length": lengths, "causal": False}
+        args["dout"] = random(1, 257, heads, 512).to(BF16)
+        checked("sparse_mla_bwd", **with_forward("sparse_mla_bwd", with_sink(args)))
 
 
 def topk_select() -> None:
@@ -323,6 +336,7 @@ PARTS: dict[str, Callable[[], None]] = {
     for part in (
         sparse_mla_fwd,
         sparse_mla_bwd,
+        sparse_mla_bwd_merged,
         attn_dist,
         topk_select,
         indexer,

@@ -32,6 +32,7 @@ MLA = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
 SOURCES = [
     "sparse_mla_fwd/launch",
     "sparse_mla_bwd/launch",
+    "merged_lists/launch",
     "attn_dist/launch",
     "indexer_scores/launch",
     "indexer_logits/launch_fp8",
@@ -65,7 +66,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # heads x columns
     select_shapes = 2 * (2 + 2)  # dtypes x CTAs that hold their part of a row or that filter it
     listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
-    bwd_others = ("combine_kernel", "sink_kernel", "list_slots_kernel")
+    bwd_others = ("combine_kernelILb0", "combine_kernelILb1", "sink_kernel", "list_slots_kernel")
     gradients_others = ("merge_lists_kernel", "list_ranges_kernel", "list_slots_kernel")
     return {
         "sparse_mla_fwd/launch": Kernels(
@@ -75,9 +76,17 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "gated_fusion/launch": Kernels(
             "gated_fusion_[fb]wd_kernel", 2 * 2 * 2, 256, ("LDG.E.128", "MUFU.EX2", "STG.E.128")
         ),
-        # One kernel adds to sums, the other stores rows.
+        # One kernel adds to sums, another stores rows; with merged lists only the former.
         "sparse_mla_bwd/launch": Kernels(
-            "sparse_mla_bwd_kernel", 2 * len(bwd.configs), bwd.threads, (*MLA, "REDG"), bwd_others
+            "sparse_mla_bwd_(merged_)?kernel",
+            sum(1 if merged else 2 for *_, merged in bwd.configs),
+            bwd.threads,
+            (*MLA, "REDG"),
+            bwd_others,
+        ),
+        # One instance per number of queries.
+        "merged_lists/launch": Kernels(
+            "merge_lists_kernelILi", 3, 256, ("ATOMS", "POPC"), ("find_unfit_keys_kernel", "list_items_kernel")
         ),
         # Columns x heads; heads that fill the instance, or fewer.
         "attn_dist/launch": Kernels("listed_keys_kernel.*Attention", 2 * 4 * 2, listed.threads(576, 64), listing),

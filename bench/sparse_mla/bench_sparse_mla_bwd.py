@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bench.common import (
     Case,
+    arranged,
     causal_indices,
     drawing,
     grouped_bars,
@@ -60,6 +61,13 @@ def specs() -> Iterator[Spec]:
         yield Spec("Other shapes", f"h{heads}_skv8192_d512", heads, d_qk=512)
         yield Spec("Other shapes", f"h{heads}_prefill_s8192", heads, seq=8192, prefill=True)
         yield Spec("Other shapes", f"h{heads}_skv32768_s512", heads, 32768, seq=512)
+    for heads in (128, 64, 32, 16, 8):
+        name = f"h{heads}_skv32768_drift"
+        yield Spec("Ids that recur, as those of a trained indexer", name, heads, 32768, ids="drift")
+    for heads in (32, 16, 8):
+        for ids in ("ascending", "random"):
+            name = f"h{heads}_skv32768" + "_random" * (ids == "random")
+            yield Spec("Few heads", name, heads, 32768, ids=ids, compare_to="h64_skv32768" + name.partition("32768")[2])
     yield Spec("Other shapes", "h16_skv8192", 16, has_peer=True, compare_to="h64_skv8192")
     yield Spec("Plain PyTorch", "pytorch_reference_h64_skv8192", 64, compare_to="h64_skv8192", is_reference=True)
 
@@ -76,8 +84,8 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     indices = inputs.indices
     if spec.prefill:
         indices = causal_indices(spec.seq, spec.topk, torch.Generator("cuda").manual_seed(1))
-    elif spec.ids == "ascending":
-        indices = indices.sort(-1).values.contiguous()
+    else:
+        indices = arranged(indices, spec.s_kv, spec.ids)
     causal = {"causal": spec.prefill}
     out, lse = FWD(inputs.q, inputs.kv, indices, **causal)
     dout = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda").to(out.dtype)

@@ -1,7 +1,8 @@
 """Times dsa::sparse_mla_fwd and plain PyTorch; writes its results file, with the peers' figures, and plot.
 
 Every case is checked against the reference in float64 before it is timed. Ids are random and distinct, and all slots
-are used (causal=False), except in the prefill cases, where a query lists ascending ids of the keys before it.
+are used (causal=False), except in the prefill cases, where a query lists ascending ids of the keys before it. Ids that
+recur are ascending.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import dsa_ext
 from bench.common import (
     PEERS,
     Case,
+    arranged,
     causal_indices,
     drawing,
     grouped_bars,
@@ -51,6 +53,7 @@ class Spec:
     d_qk: int = 576
     topk: int = 2048
     prefill: bool = False
+    ids: str = "random"
     peer: tuple[str, str] | None = None  # key and case of its figure in peers_h200.json
     compare_to: str | None = None  # a case to divide this one's time by
     baseline: Callable[[Inputs], Tensor] | None = None
@@ -90,6 +93,9 @@ def specs() -> Iterator[Spec]:
         yield Spec("Other shapes", f"h{heads}_prefill_s8192", heads, seq=8192, prefill=True)
     for heads in (32, 16, 8):
         yield Spec("Few heads", f"h{heads}_skv8192", heads, compare_to="h64_skv8192")
+    for heads in (128, 64, 32, 16, 8):
+        name = f"h{heads}_skv32768_drift"
+        yield Spec("Ids that recur, as those of a trained indexer", name, heads, 32768, ids="drift")
     for heads in (128, 64):
         for seq in (1, 2, 4, 16, 64):
             yield Spec("Few queries", f"h{heads}_skv32768_s{seq}", heads, 32768, seq=seq)
@@ -104,6 +110,8 @@ def inputs_of(spec: Spec) -> Inputs:
     )
     if spec.prefill:
         inputs.indices = causal_indices(spec.seq, spec.topk, torch.Generator("cuda").manual_seed(1))
+    else:
+        inputs.indices = arranged(inputs.indices, spec.s_kv, spec.ids)
     return inputs
 
 
@@ -140,7 +148,7 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     return make_case(
         spec.name,
         spec.group,
-        args | {"d_v": D_V, "causal": spec.prefill, "ids": "ascending" if spec.prefill else "random"},
+        args | {"d_v": D_V, "causal": spec.prefill, "ids": "ascending" if spec.prefill else spec.ids},
         ms,
         tflops=tflops,
         peer=peer_figure(OP, *spec.peer) if spec.peer else None,

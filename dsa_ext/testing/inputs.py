@@ -1,5 +1,6 @@
 """Seeded inputs of the operators: ordinary ones, and edge cases that break kernels."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,45 @@ def random_indices(shape: tuple[int, int, int, int], s_kv: int, generator: torch
         part[:, :count] = keys.topk(count, dim=1).indices.int()
         if count < topk:
             part[:, :count] = part[:, :count][:, torch.randperm(count, generator=generator, device=device)]
+    return indices
+
+
+#: Of drift_indices: the share of a list that is the most recent keys, the share of the pool that the rest of a list
+#: takes, and the queries after which the pool has been drawn again.
+_RECENT, _OF_POOL, _POOL_QUERIES = 0.05, 0.41, 15
+
+
+def drift_indices(
+    shape: tuple[int, int, int, int], s_kv: int, generator: torch.Generator, *, causal: bool = False
+) -> Tensor:
+    """Distinct ascending ids, int32 [B, S, G, K], that recur as in the lists of a trained indexer: each list shares
+    40 % with the one before it, four neighbors list 2.2 K distinct keys and eight 2.9 K, where there are many more.
+
+    The queries are the last S of `s_kv` positions; unless `causal`, later keys may be listed too. A list has the most
+    recent keys and, at random, a part of a pool whose keys change slowly. Padded with -1 where there are fewer keys.
+    """
+    batch, seq, groups, topk = shape
+    device, count = generator.device, min(topk, s_kv)
+    recent = int(_RECENT * count)
+    indices = torch.full(shape, -1, dtype=torch.int32, device=device)
+    if count == 0:
+        return indices
+    keys = torch.arange(s_kv, device=device)
+    for b, g in itertools.product(range(batch), range(groups)):
+        phase = torch.randint(_POOL_QUERIES, (s_kv,), generator=generator, device=device)
+        pools = torch.rand(seq // _POOL_QUERIES + 2, s_kv, generator=generator, device=device)
+        for queries in torch.arange(seq, device=device).split(max(1, _ROWS_ELEMENTS // 4 // s_kv)):
+            age = (s_kv - seq + queries)[:, None] - keys
+            scores = torch.rand(len(queries), s_kv, generator=generator, device=device)
+            seen = s_kv - seq + queries[:, None] + 1 if causal else s_kv
+            pool = pools.gather(0, (queries[:, None] + phase) // _POOL_QUERIES)
+            scores += pool * seen < (count - recent) / _OF_POOL
+            scores += 2 * ((age >= 0) & (age < recent))
+            if causal:
+                scores.masked_fill_(age < 0, -1)
+            best = scores.topk(count)
+            ids = best.indices.masked_fill(best.values < 0, s_kv).sort().values
+            indices[b, queries, g, :count] = ids.masked_fill(ids == s_kv, -1).int()
     return indices
 
 

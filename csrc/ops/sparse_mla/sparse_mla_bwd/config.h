@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ops/shared/merged_lists/config.h"
+
 namespace dsa::sparse_mla_bwd {
 
 inline constexpr int kBlockK = 64;      // keys in one tile
@@ -23,12 +25,21 @@ struct Config {
   int d_qk, d_v;
   KeyColumns key_columns[3];  // by role
   int registers[3];           // per thread, by role
+  bool merged;                // rows may be several queries with few heads, whose lists are merged
 };
 
 inline constexpr Config kConfigs[] = {
-    {576, 512, {{0, 64, 32}, {64, 320, 64}, {320, 512, 64}}, {208, 192, 104}},
-    {512, 512, {{0, 192, 64}, {192, 384, 64}, {384, 512, 64}}, {200, 192, 112}},
+    {576, 512, {{0, 64, 32}, {64, 320, 64}, {320, 512, 64}}, {208, 192, 104}, false},
+    {512, 512, {{0, 192, 64}, {192, 384, 64}, {384, 512, 64}}, {200, 192, 112}, false},
+    {576, 512, {{0, 64, 32}, {64, 320, 64}, {320, 512, 64}}, {208, 192, 104}, true},
+    {512, 512, {{0, 192, 64}, {192, 384, 64}, {384, 512, 64}}, {200, 192, 112}, true},
 };
+
+constexpr int config_index(int d_qk, bool merged) {
+  int index = 0;
+  while (kConfigs[index].d_qk != d_qk || kConfigs[index].merged != merged) ++index;
+  return index;
+}
 
 inline constexpr int kThreads = 384;  // two gradient warpgroups, one score warpgroup
 inline constexpr int kMaxSharedBytes = 227 * 1024;
@@ -47,6 +58,9 @@ constexpr Plan plan_items(int64_t items, int topk, int num_sms) {
   const int parts = rest == 0 ? 1 : std::min(num_sms / rest, tiles / kTilesPerPart);
   return parts > 1 ? Plan{items - rest, parts} : Plan{items, 1};
 }
+
+// CTAs of a launch with at most `most_items` items, whose number only the device knows.
+constexpr int64_t most_ctas(int64_t most_items, int num_sms) { return (most_items / num_sms + 1) * num_sms; }
 
 // Queries per launch of a deterministic call. Their rows of dkv take at most kRowBytes, unless a single query takes
 // more; if there are many items, they fill whole waves of CTAs.

@@ -3,28 +3,31 @@
 
 #include <cstdint>
 
+#include "merged.cuh"
 #include "params.h"
 #include "sm90/matrix_copy.cuh"
-#include "storage.cuh"
 
 namespace dsa::sparse_mla_bwd {
 
 inline constexpr int kCombineThreads = 256;
 
 // One thread per 2 columns of a row of a split item: adds up its parts.
+template <bool kMerged>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Params p, int pairs) {
   const int pair = blockIdx.x * kCombineThreads + threadIdx.x, row_pairs = p.d_qk / 2;
   if (pair >= pairs) return;
+  const ItemPlan<kMerged> plan(p);
   const int column = pair % row_pairs * 2, row = pair / row_pairs % kBlockHeads, split = pair / row_pairs / kBlockHeads;
-  const Item item(p, p.whole_items + split * p.parts);
-  if (row >= item.heads_left(p)) return;
-  const float* g_part = p.dq_parts + (int64_t{split} * p.parts * kBlockHeads + row) * p.d_qk + column;
+  if (kMerged && split >= plan.split) return;
+  const ItemType<kMerged> item(p, plan.whole + split * plan.parts);
+  if (!item.has(p, row)) return;
+  const float* g_part = p.dq_parts + (int64_t{split} * plan.parts * kBlockHeads + row) * p.d_qk + column;
   float2 sum = {0.f, 0.f};
-  for (int part = 0; part < p.parts; ++part, g_part += kBlockHeads * p.d_qk) {
+  for (int part = 0; part < plan.parts; ++part, g_part += kBlockHeads * p.d_qk) {
     const float2 value = *reinterpret_cast<const float2*>(g_part);
     sum.x += value.x, sum.y += value.y;
   }
-  static_cast<uint32_t*>(p.dq)[((item.first_row(p) + row) * p.d_qk + column) / 2] = sm90::pack_bf16(sum.x, sum.y);
+  static_cast<uint32_t*>(p.dq)[(item.row(p, row) * p.d_qk + column) / 2] = sm90::pack_bf16(sum.x, sum.y);
 }
 
 inline constexpr int kSinkHeads = 32, kSinkRows = 32;  // per block

@@ -4,6 +4,7 @@
 #include <climits>
 
 #include "key_gradients.cuh"
+#include "merged.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/memory.cuh"
 #include "sm90/registers.cuh"
@@ -17,7 +18,7 @@ namespace dsa::sparse_mla_bwd {
 // by TMA to global memory.
 template <Config kC, bool kBack, class Sums, class TailSums>
 __device__ __forceinline__ void store_dq(SharedStorage<kC>& shared, const Sums& r_dq, const TailSums& r_dq_tail,
-                                         const CUtensorMap& dq_map, int thread) {
+                                         const MapsOf<kC>& maps, int thread) {
   constexpr int kFirst = kBack ? kHalfChunks : 0, kBarrier = kBack ? kBackBarrier : kFrontBarrier;
   constexpr bool kTail = !kBack && has_tail(kC);
   const auto chunk = [&](Bf16* first, int i) { return SharedStorage<kC>::chunk(first, i); };
@@ -36,7 +37,7 @@ __device__ __forceinline__ void store_dq(SharedStorage<kC>& shared, const Sums& 
     HeadTile at = shared.place.heads;
     const auto store = [&](int c) {
       at.column = c * kChunkColumns;
-      tma_store(&dq_map, chunk(shared.keys, c), at);
+      tma_store(&maps.of_item(shared).dq, chunk(shared.keys, c), at);
     };
 #pragma unroll 1
     for (int c = kFirst; c < kFirst + kHalfChunks; ++c) store(c);
@@ -46,7 +47,7 @@ __device__ __forceinline__ void store_dq(SharedStorage<kC>& shared, const Sums& 
 }
 
 template <Config kC, bool kBack, bool kDeterministic>
-__device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& dq_map,
+__device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Params& p, const MapsOf<kC>& maps,
                                            int thread) {
   using namespace cute;
   constexpr int kFirst = kBack ? kHalfChunks : 0, kBarrier = kBack ? kBackBarrier : kFrontBarrier;
@@ -72,12 +73,20 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
   tail_mma.accumulate_ = GMMA::ScaleOut::One;
 
   int (&ids)[kIdSlots][kBlockK] = shared.ids[kBack];
-  const auto id_of_slot = [&](int tile, int row) {  // -1 if it is not visible
+  const auto id_of_slot = [&](int tile, int row) {  // -1 if it is not visible; an entry if lists are merged
     tile += shared.place.first_tile;
     if (tile >= shared.place.tiles) tile -= shared.place.tiles;
     const int slot = tile * kBlockK + row;
     const int id = slot < shared.place.slots ? __ldg(shared.place.g_ids + slot) : -1;
-    return shared.place.ids.has(id) ? id : -1;
+    return kC.merged || shared.place.ids.has(id) ? id : -1;
+  };
+  const auto store_id = [&](int tile, int row, int id) {
+    if constexpr (kC.merged) {
+      const Entry entry(shared, id);
+      id = entry.id;
+      if (!kBack) publish_queries(shared.merged.listed[tile % 2], entry.queries, row);
+    }
+    ids[tile % kIdSlots][row] = id;
   };
   const auto feed = [&](int j) {
     const uint32_t s_piece =
@@ -100,7 +109,7 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     const int id = ids[j % kIdSlots][thread];
     if (id >= 0) prefetch_l2(shared.place.g_sums + int64_t{id} * (p.groups * kC.d_qk), kC.d_qk * sizeof(float));
   };
-  ids[thread / kBlockK][thread % kBlockK] = id_of_slot(thread / kBlockK, thread % kBlockK);
+  store_id(thread / kBlockK, thread % kBlockK, id_of_slot(thread / kBlockK, thread % kBlockK));
   sync_warpgroup<kBarrier>();
   feed(0);
   wait(&shared.inputs_full, 0);
@@ -132,11 +141,11 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
     }
     sync_warpgroup<kBarrier>();
     if (last) {
-      store_dq<kC, kBack>(shared, r_dq, r_dq_tail, dq_map, thread);
+      store_dq<kC, kBack>(shared, r_dq, r_dq_tail, maps, thread);
     } else {
       feed(j + 1);
     }
-    if (thread < kBlockK) ids[(j + 2) % kIdSlots][thread] = later_id;
+    if (thread < kBlockK) store_id(j + 2, thread, later_id);
     prefetch_sums(j + 1);
     if (!skip) {
       add_key_gradients<kC, kBack ? kBackRole : kFrontRole, kDeterministic>(shared, p, j, thread);

@@ -21,6 +21,9 @@
 // fp32 sums in global memory, which is the bottleneck; in a deterministic call it is stored as one row per slot
 // instead.
 //
+// With merged lists (merged.cuh), an item is a run of queries with few heads or a single query; the front warpgroup
+// also writes which keys each query lists, and the score warpgroup clears P and dS of others.
+//
 // Accumulator registers per thread: dQ takes 160 in the front warpgroup and 128 in the back one, a piece of dkv 16
 // (front) or 32; S and dP take 64 in the score warpgroup. ptxas assigns wgmma operands to registers from 24 upwards.
 #pragma once
@@ -32,22 +35,20 @@
 
 namespace dsa::sparse_mla_bwd {
 
-template <int kConfig, bool kDeterministic>
-__global__ void __launch_bounds__(kThreads, 1)
-    sparse_mla_bwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
-                          const __grid_constant__ CUtensorMap dout_map, const __grid_constant__ CUtensorMap dq_map) {
-  constexpr Config kC = kConfigs[kConfig];
+template <Config kC, bool kDeterministic>
+__device__ __forceinline__ void run_roles(const Params& p, const MapsOf<kC>& maps) {
   extern __shared__ __align__(1024) char shared_bytes_[];
   SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);
   const int thread = threadIdx.x % kWarpgroupThreads;
   const int warpgroup = cutlass::canonical_warp_group_idx();
-  const Item item(p, blockIdx.x);
+  const ItemOf<kC> item(p, blockIdx.x);
 
   if (threadIdx.x == 0) {
     shared.place = item.place(p);
-    prefetch_tensor_map(&q_map);
-    prefetch_tensor_map(&dout_map);
-    prefetch_tensor_map(&dq_map);
+    if constexpr (kC.merged) shared.merged = item.merged_rows();
+    prefetch_tensor_map(&maps.of_item(shared).q);
+    prefetch_tensor_map(&maps.of_item(shared).dout);
+    prefetch_tensor_map(&maps.of_item(shared).dq);
     barrier_init(&shared.inputs_full, 1);
     barrier_init(&shared.front_full, 2 * kWarpgroupThreads);
     barrier_init(&shared.back_full, 2 * kWarpgroupThreads);
@@ -60,14 +61,28 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kStart = kMaxRegisters / 3;
   if (warpgroup == 0) {
     set_registers<kC.registers[kFrontRole], kStart>();
-    accumulate<kC, false, kDeterministic>(shared, p, dq_map, thread);
+    accumulate<kC, false, kDeterministic>(shared, p, maps, thread);
   } else if (warpgroup == 1) {
     set_registers<kC.registers[kBackRole], kStart>();
-    accumulate<kC, true, kDeterministic>(shared, p, dq_map, thread);
+    accumulate<kC, true, kDeterministic>(shared, p, maps, thread);
   } else {
     set_registers<kC.registers[kScoreRole], kStart>();
-    score<kC, kDeterministic>(shared, p, item, q_map, dout_map, thread);
+    score<kC, kDeterministic>(shared, p, item, maps, thread);
   }
+}
+
+template <int kConfig, bool kDeterministic>
+__global__ void __launch_bounds__(kThreads, 1)
+    sparse_mla_bwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
+                          const __grid_constant__ CUtensorMap dout_map, const __grid_constant__ CUtensorMap dq_map) {
+  run_roles<kConfigs[kConfig], kDeterministic>(p, {q_map, dout_map, dq_map});
+}
+
+template <int kConfig>
+__global__ void __launch_bounds__(kThreads, 1)
+    sparse_mla_bwd_merged_kernel(const __grid_constant__ Params p, const __grid_constant__ MergedMaps maps) {
+  if (blockIdx.x >= ItemPlan<true>(p).ctas()) return;
+  run_roles<kConfigs[kConfig], false>(p, maps);
 }
 
 }  // namespace dsa::sparse_mla_bwd

@@ -13,8 +13,9 @@ namespace {
 
 unsigned blocks_of(int64_t items, int per_block) { return unsigned((items + per_block - 1) / per_block); }
 
-template <int kConfig, bool kDeterministic>
-const char* launch_main(const Params& p, int split_items, cudaStream_t stream) {
+// Tensor maps of q, dout and dq with boxes of `heads` heads of some positions.
+template <class Maps>
+const char* encode_maps(Maps& maps, const Params& p, int heads, int positions) {
   const int group_heads = p.heads / p.groups;
   const auto contiguous = [&](void* data, int columns) {
     const int64_t row = int64_t(p.heads) * columns;
@@ -22,17 +23,48 @@ const char* launch_main(const Params& p, int split_items, cudaStream_t stream) {
                       p.seq_q, p.batch,      columns,     int64_t(group_heads) * columns,
                       row,     p.seq_q * row};
   };
-  CUtensorMap q_map, dout_map, dq_map;
-  if (!encode_head_tensor(&q_map, {p.q, p.d_qk, group_heads, p.groups, p.seq_q, p.batch, p.q_stride_h,
-                                   group_heads * p.q_stride_h, p.q_stride_s, p.q_stride_b})) {
+  const HeadBox box{.heads = heads, .positions = positions};
+  if (!encode_head_tensor(&maps.q,
+                          {p.q, p.d_qk, group_heads, p.groups, p.seq_q, p.batch, p.q_stride_h,
+                           group_heads * p.q_stride_h, p.q_stride_s, p.q_stride_b},
+                          box)) {
     return "no tensor map for q";
   }
-  if (!encode_head_tensor(&dout_map, contiguous(const_cast<void*>(p.dout), p.d_v))) return "no tensor map for dout";
-  if (!encode_head_tensor(&dq_map, contiguous(p.dq, p.d_qk))) return "no tensor map for dq";
-  constexpr int kBytes = sizeof(SharedStorage<kConfigs[kConfig]>);
+  if (!encode_head_tensor(&maps.dout, contiguous(const_cast<void*>(p.dout), p.d_v), box)) {
+    return "no tensor map for dout";
+  }
+  return encode_head_tensor(&maps.dq, contiguous(p.dq, p.d_qk), box) ? nullptr : "no tensor map for dq";
+}
+
+template <int kConfig, bool kDeterministic>
+const char* launch_config(const Params& p, int64_t ctas, cudaStream_t stream) {
+  constexpr Config kC = kConfigs[kConfig];
+  constexpr int kBytes = sizeof(SharedStorage<kC>);
   static_assert(kBytes <= kMaxSharedBytes);
-  return launch_kernel<sparse_mla_bwd_kernel<kConfig, kDeterministic>>(
-      p.device, unsigned(p.whole_items + split_items * p.parts), kThreads, kBytes, stream, p, q_map, dout_map, dq_map);
+  MergedMaps maps;
+  auto& [query, run] = maps.kinds;
+  const char* error = encode_maps(query, p, kBlockHeads, 1);
+  if constexpr (kC.merged) {
+    if (error == nullptr) error = encode_maps(run, p, kBlockHeads / p.lists.queries, p.lists.queries);
+    if (error != nullptr) return error;
+    return launch_kernel<sparse_mla_bwd_merged_kernel<kConfig>>(p.device, unsigned(ctas), kThreads, kBytes, stream, p,
+                                                                maps);
+  } else {
+    if (error != nullptr) return error;
+    return launch_kernel<sparse_mla_bwd_kernel<kConfig, kDeterministic>>(p.device, unsigned(ctas), kThreads, kBytes,
+                                                                         stream, p, query.q, query.dout, query.dq);
+  }
+}
+
+// The main kernel, and the sums of dq of at most `split_items` split items.
+template <bool kMerged, bool kDeterministic>
+const char* launch_main(const Params& p, int64_t ctas, int split_items, cudaStream_t stream) {
+  const char* error = p.d_qk == 576 ? launch_config<config_index(576, kMerged), kDeterministic>(p, ctas, stream)
+                                    : launch_config<config_index(512, kMerged), kDeterministic>(p, ctas, stream);
+  if (error != nullptr || split_items == 0) return error;
+  const int pairs = split_items * kBlockHeads * p.d_qk / 2;
+  return launch_kernel<combine_kernel<kMerged>>(p.device, blocks_of(pairs, kCombineThreads), kCombineThreads, 0, stream,
+                                                p, pairs);
 }
 
 // Launches dq of `queries` queries from `first_query` on, with their additions to dkv or, in a deterministic call,
@@ -45,14 +77,7 @@ const char* launch_queries(Params& p, int64_t first_query, int64_t queries, cuda
   p.whole_items = int(plan.whole);
   p.parts = plan.parts;
   const int split_items = int(queries * items_of_query - plan.whole);
-  const char* error = p.d_qk == 576 ? launch_main<0, kDeterministic>(p, split_items, stream)
-                                    : launch_main<1, kDeterministic>(p, split_items, stream);
-  if (error == nullptr && split_items > 0) {
-    const int pairs = split_items * kBlockHeads * p.d_qk / 2;
-    error = launch_kernel<combine_kernel>(p.device, blocks_of(pairs, kCombineThreads), kCombineThreads, 0, stream, p,
-                                          pairs);
-  }
-  return error;
+  return launch_main<false, kDeterministic>(p, plan.whole + split_items * plan.parts, split_items, stream);
 }
 
 constexpr int kSlotThreads = 256;
@@ -69,16 +94,42 @@ __global__ void __launch_bounds__(kSlotThreads) list_slots_kernel(const __grid_c
   p.dkv.slot_rows[0][i] = unsigned(row) * blocks * p.topk + slot;
 }
 
-// All queries in one launch add to fp32 sums of dkv, which are rounded at the end.
+const char* clear_finished(const Params& p, cudaStream_t stream) {
+  if (p.finished == nullptr) return nullptr;
+  const cudaError_t cleared = cudaMemsetAsync(p.finished, 0, sizeof(int), stream);
+  return cleared == cudaSuccess ? nullptr : cudaGetErrorString(cleared);
+}
+
+// All queries, in one launch, add to fp32 sums of dkv.
 const char* launch_adding(Params p, int64_t queries, cudaStream_t stream) {
-  const char* error = key_sums::clear_sums(p.dkv, stream);
-  if (error == nullptr && p.finished != nullptr) {
-    const cudaError_t cleared = cudaMemsetAsync(p.finished, 0, sizeof(int), stream);
-    if (cleared != cudaSuccess) error = cudaGetErrorString(cleared);
+  const char* error = clear_finished(p, stream);
+  if (error != nullptr || queries == 0) return error;
+  return launch_queries<false>(p, 0, queries, stream);
+}
+
+// The same with merged lists, in as many launches as entries need.
+const char* launch_merging(Params p, cudaStream_t stream) {
+  const int64_t runs = merged_lists::runs_of_call(p.batch, p.seq_q, p.groups, p.lists.queries);
+  const int64_t runs_at_once = p.lists.runs;
+  const char* error = merged_lists::find_unfit_keys(p, p.operands, stream);
+  for (int64_t first = 0; error == nullptr && first < runs; first += runs_at_once) {
+    p.lists.first_run = int(first);
+    p.lists.runs = int(std::min(runs_at_once, runs - first));
+    error = merged_lists::merge(p, p.lists, p.operands, stream);
+    if (error == nullptr) error = clear_finished(p, stream);
+    if (error == nullptr) {
+      const int64_t ctas = most_ctas(int64_t{p.lists.runs} * p.lists.queries, p.num_sms);
+      error = launch_main<true, false>(p, ctas, p.num_sms - 1, stream);
+    }
   }
-  if (error == nullptr && queries > 0) error = launch_queries<false>(p, 0, queries, stream);
-  if (error == nullptr) error = key_sums::round_sums(p.dkv, stream);
   return error;
+}
+
+// Adds to fp32 sums of dkv, which are rounded at the end.
+const char* launch_summing(const Params& p, int64_t queries, cudaStream_t stream) {
+  const char* error = key_sums::clear_sums(p.dkv, stream);
+  if (error == nullptr) error = p.merged ? launch_merging(p, stream) : launch_adding(p, queries, stream);
+  return error == nullptr ? key_sums::round_sums(p.dkv, stream) : error;
 }
 
 // Alternates: launches as many queries as fit in the row buffer, then adds up their rows.
@@ -102,7 +153,7 @@ const char* launch_deterministic(Params p, int64_t queries, cudaStream_t stream)
 const char* launch(const Params& p, void* s) {
   const auto stream = static_cast<cudaStream_t>(s);
   const int64_t queries = p.heads > 0 ? int64_t(p.batch) * p.seq_q : 0;
-  const char* error = p.deterministic ? launch_deterministic(p, queries, stream) : launch_adding(p, queries, stream);
+  const char* error = p.deterministic ? launch_deterministic(p, queries, stream) : launch_summing(p, queries, stream);
   if (error == nullptr && p.attn_sink != nullptr) {
     error =
         launch_kernel<sink_kernel>(p.device, blocks_of(p.heads, kSinkHeads), dim3(kSinkHeads, kSinkRows), 0, stream, p);

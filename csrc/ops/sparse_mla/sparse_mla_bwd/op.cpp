@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "ops/shared/key_sums/buffers.h"
+#include "ops/shared/merged_lists/buffers.h"
 #include "ops/sparse_mla/inputs.h"
 #include "ops/sparse_mla/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla/sparse_mla_bwd/params.h"
@@ -78,7 +79,16 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
     return (items - plan.whole) * plan.parts;
   };
   const int64_t last_queries = queries > 0 ? queries % params.queries_at_once : 0;
-  const int64_t parts = std::max(parts_of(params.queries_at_once), parts_of(last_queries));
+  int64_t parts = std::max(parts_of(params.queries_at_once), parts_of(last_queries));
+  std::optional<Tensor> lists;
+  params.merged = !deterministic && heads > 0 &&
+                  merged_lists::are_merged(params.heads / params.groups, batch, seq_q, groups, params.topk, seq_kv);
+  if (params.merged) {
+    params.operands.dout = params.dout;
+    params.operands.d_v = params.d_v;
+    lists = merged_lists::allocate(params, params.lists, params.operands);
+    parts = params.num_sms;
+  }
   Tensor dq_parts = empty({parts, kBlockHeads, d_qk}, ScalarType::Float, call.index);
   params.dq_parts = static_cast<float*>(dq_parts.data_ptr());
 

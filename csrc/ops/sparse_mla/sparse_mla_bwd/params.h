@@ -2,12 +2,13 @@
 #pragma once
 
 #include "ops/shared/key_sums/params.h"
+#include "ops/shared/merged_lists/params.h"
 #include "ops/sparse_mla/params.h"
 
 namespace dsa::sparse_mla_bwd {
 
 // One launch of the main kernel takes items [first_item, ...), each a block of up to kBlockHeads heads of a query's
-// group.
+// group; or, with merged lists, the items of `lists`.
 struct Params : sparse_mla::Problem {
   const void* dout;   // bf16 [batch, seq_q, heads, d_v], contiguous
   const void* out;    // like dout
@@ -24,10 +25,14 @@ struct Params : sparse_mla::Problem {
 
   int64_t queries_at_once;  // per launch
   int first_item;
-  int whole_items, parts;  // from plan_items
+  int whole_items, parts;  // from plan_items; with merged lists the device makes the plan
   bool deterministic;
   bool prefetch_sums;  // of the next tile, if L2 holds few of them
   bool spread;         // queries start at different tiles
+
+  bool merged;
+  merged_lists::Lists lists;  // `runs`: per launch
+  merged_lists::Operands operands;
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "key_gradients.cuh"
+#include "merged.cuh"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/registers.cuh"
@@ -17,20 +18,20 @@ struct OutputRow {
   static constexpr int kQuad = 4, kPieces = kC.d_v / 8 / kQuad, kPiecesPerChunk = kChunkColumns / 8;
   uint4 pieces[kPieces];
 
-  __device__ __forceinline__ OutputRow(const Params& p, const Item& item, int head, int lane) {
-    const int64_t row = item.first_row(p) + (head < item.heads_left(p) ? head : 0);
+  __device__ __forceinline__ OutputRow(const Params& p, const ItemOf<kC>& item, int tile_row, int lane) {
+    const int64_t row = item.row(p, item.has(p, tile_row) ? tile_row : 0);
     const uint4* g_row = reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.out) + row * kC.d_v) + lane % kQuad;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) pieces[i] = __ldg(g_row + kQuad * i);
   }
   // sum(dO * O); every lane of the quad gets it.
-  __device__ __forceinline__ float dot(const SharedStorage<kC>& shared, int head, int lane) const {
+  __device__ __forceinline__ float dot(const SharedStorage<kC>& shared, int tile_row, int lane) const {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int piece = kQuad * i + lane % kQuad;
       const char* chunk = reinterpret_cast<const char*>(shared.dout + piece / kPiecesPerChunk * kChunkElements);
-      const uint4 dout = *reinterpret_cast<const uint4*>(chunk + swizzled_offset(head, piece % kPiecesPerChunk));
+      const uint4 dout = *reinterpret_cast<const uint4*>(chunk + swizzled_offset(tile_row, piece % kPiecesPerChunk));
       sum += dot_bf16(pieces[i].x, dout.x) + dot_bf16(pieces[i].y, dout.y) + dot_bf16(pieces[i].z, dout.z) +
              dot_bf16(pieces[i].w, dout.w);
     }
@@ -40,26 +41,27 @@ struct OutputRow {
 };
 
 // Per-row (per-head) factors: P = 2^(S * scale * log2 e + base) and dS = P * (dP * share * scale + offset); the value
-// part of dkv takes P * share. All are zero for a missing head.
+// part of dkv takes P * share. All are zero for a missing row.
 struct RowFactors {
   float base = 0.f, share = 0.f, offset = 0.f;
 
   // Without the term sum(dO * O).
-  __device__ __forceinline__ RowFactors(const Params& p, const Item& item, int head) {
-    if (head >= item.heads_left(p)) return;
-    const int64_t row = item.first_row(p) + head;
+  template <class Item>
+  __device__ __forceinline__ RowFactors(const Params& p, const Item& item, int tile_row) {
+    if (!item.has(p, tile_row)) return;
+    const int64_t row = item.row(p, tile_row);
     const float lse = p.lse[row];
     base = base_of_lse(lse);
-    share = p.attn_sink == nullptr
-                ? 1.f
-                : share_after_sink(lse, p.attn_sink[(item.first_head(p) + head) * p.attn_sink_stride]);
+    share =
+        p.attn_sink == nullptr ? 1.f : share_after_sink(lse, p.attn_sink[item.head(p, tile_row) * p.attn_sink_stride]);
     offset = p.dlse != nullptr ? p.dlse[row] * p.sm_scale : 0.f;
   }
-  __device__ __forceinline__ void subtract_output_dot(const Params& p, const Item& item, int head, float dot,
+  template <class Item>
+  __device__ __forceinline__ void subtract_output_dot(const Params& p, const Item& item, int tile_row, float dot,
                                                       int lane) {
-    if (head >= item.heads_left(p)) return;
+    if (!item.has(p, tile_row)) return;
     offset -= share * p.sm_scale * dot;
-    if (p.attn_sink != nullptr && lane % 4 == 0) p.sink_terms[item.first_row(p) + head] = (share - 1.f) * dot;
+    if (p.attn_sink != nullptr && lane % 4 == 0) p.sink_terms[item.row(p, tile_row)] = (share - 1.f) * dot;
   }
 };
 
@@ -79,14 +81,14 @@ __device__ __forceinline__ void multiply_rows(Bf16 (&a)[kSizeA], Bf16 (&b)[kSize
 
 // Issues the TMA loads of Q and dO.
 template <Config kC>
-__device__ __forceinline__ void load_inputs(SharedStorage<kC>& shared, const CUtensorMap& q_map,
-                                            const CUtensorMap& dout_map) {
+__device__ __forceinline__ void load_inputs(SharedStorage<kC>& shared, const MapsOf<kC>& maps) {
   expect_bytes(&shared.inputs_full, sizeof(shared.q) + sizeof(shared.dout));
   HeadTile at = shared.place.heads;
+  const auto& of_item = maps.of_item(shared);
 #pragma unroll 1
   for (int c = 0; c < kC.d_qk / kChunkColumns; ++c, at.column += kChunkColumns) {
-    tma_load(shared.chunk(shared.q, c), &q_map, at, &shared.inputs_full);
-    if (c < kValueChunks) tma_load(shared.chunk(shared.dout, c), &dout_map, at, &shared.inputs_full);
+    tma_load(shared.chunk(shared.q, c), &of_item.q, at, &shared.inputs_full);
+    if (c < kValueChunks) tma_load(shared.chunk(shared.dout, c), &of_item.dout, at, &shared.inputs_full);
   }
   arrive(&shared.inputs_full);
 }
@@ -102,12 +104,14 @@ __device__ __forceinline__ void wait_for_earlier_waves(const Params& p) {
 }
 
 template <Config kC, bool kDeterministic>
-__device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, const Item& item,
-                                      const CUtensorMap& q_map, const CUtensorMap& dout_map, int thread) {
+__device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, const ItemOf<kC>& item,
+                                      const MapsOf<kC>& maps, int thread) {
   using namespace cute;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, row = warp * 16 + lane / 4;
-  if (thread == 0) load_inputs<kC>(shared, q_map, dout_map);
+  if (thread == 0) load_inputs<kC>(shared, maps);
   RowFactors rows[2] = {{p, item, row}, {p, item, row + 8}};
+  [[maybe_unused]] int listed_rows[2];
+  if constexpr (kC.merged) listed_rows[0] = item.listed_row(p, row), listed_rows[1] = item.listed_row(p, row + 8);
   {
     const OutputRow<kC> out(p, item, row, lane);
     wait(&shared.inputs_full, 0);
@@ -149,18 +153,22 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
         r_dp(i) = r_s(i) * fmaf(r_dp(i) * row.share, p.sm_scale, row.offset);
         r_s(i) *= row.share;
       }
-      // Missing heads have Q = 0, and 0 times a key that is not finite is NaN.
-      if (item.heads_left(p) < kBlockHeads) {
+      if constexpr (kC.merged) {
+        mask_others(shared.merged.listed[parity], listed_rows, lane, r_s, r_dp);
+      } else {
+        // Missing heads have Q = 0, and 0 times a key that is not finite is NaN.
+        if (item.heads_left(p) < kBlockHeads) {
 #pragma unroll
-        for (int i = 0; i < size(r_s); ++i) {
-          if (row + i / 2 % 2 * 8 >= item.heads_left(p)) r_s(i) = r_dp(i) = 0.f;
+          for (int i = 0; i < size(r_s); ++i) {
+            if (row + i / 2 % 2 * 8 >= item.heads_left(p)) r_s(i) = r_dp(i) = 0.f;
+          }
         }
-      }
-      const VisibleColumns visible(shared.visible[parity], lane);
-      if (!visible.all()) {
+        const VisibleColumns visible(shared.visible[parity], lane);
+        if (!visible.all()) {
 #pragma unroll
-        for (int i = 0; i < size(r_s); ++i) {
-          if (!visible[i]) r_s(i) = r_dp(i) = 0.f;
+          for (int i = 0; i < size(r_s); ++i) {
+            if (!visible[i]) r_s(i) = r_dp(i) = 0.f;
+          }
         }
       }
       wait(&shared.probs_read, parity ^ 1);

@@ -1,7 +1,10 @@
 // Shared memory of the sparse MLA backward kernel, and a CTA's work item.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
+#include <type_traits>
 
 #include "config.h"
 #include "params.h"
@@ -37,6 +40,14 @@ struct ItemPlace {
 
 inline constexpr int kIdSlots = 4;
 
+// With merged lists.
+struct MergedRows {
+  bool is_run;  // or a single query
+  // Which keys of a tile each query lists, a bit per key; double-buffered by tile. The last row, of rows that belong to
+  // no query, is zero.
+  uint32_t listed[2][merged_lists::kMaxQueries + 1][2];
+};
+
 template <Config kC>
 struct SharedStorage {
   alignas(1024) Bf16 q[kBlockHeads * kC.d_qk];
@@ -50,8 +61,61 @@ struct SharedStorage {
   ItemPlace place;
   uint32_t visible[2][4];  // double-buffered by tile, see publish_visible
   uint64_t inputs_full, front_full, back_full, probs_written, probs_read;
+  MergedRows merged;
 
   static __device__ __forceinline__ Bf16* chunk(Bf16* first, int chunk) { return first + chunk * kChunkElements; }
+};
+
+// The tensor maps of an item of one query. References to a kernel's parameters: parameters in a struct change the code.
+struct Maps {
+  const CUtensorMap &q, &dout, &dq;
+
+  template <Config kC>
+  __device__ __forceinline__ const Maps& of_item(const SharedStorage<kC>&) const {
+    return *this;
+  }
+};
+
+// Of items of one query, and of runs.
+struct MergedMaps {
+  struct {
+    CUtensorMap q, dout, dq;
+  } kinds[2];
+
+  template <Config kC>
+  __device__ __forceinline__ const auto& of_item(const SharedStorage<kC>& shared) const {
+    return kinds[shared.merged.is_run];
+  }
+};
+template <Config kC>
+using MapsOf = std::conditional_t<kC.merged, MergedMaps, Maps>;
+
+// A CTA's share of the items: the first `whole` items are one CTA each, the others `split_parts`.
+struct Share {
+  int item, part = 0, parts = 1;
+  int64_t dq_part = -1;  // index in dq_parts; -1 for a whole item
+
+  __device__ __forceinline__ Share(int block, int whole, int split_parts) : item(block) {
+    if (block >= whole) {
+      dq_part = block - whole;
+      parts = split_parts;
+      part = static_cast<int>(dq_part) % parts;
+      item = whole + static_cast<int>(dq_part) / parts;
+    }
+  }
+};
+
+// A share's part of a list of `all_slots` slots.
+struct SlotRange {
+  int first, slots, tiles;  // tiles >= 1
+
+  __device__ __forceinline__ SlotRange(int all_slots, VisibleIds ids, const Share& share) {
+    const int all_tiles = ids.any() ? (all_slots + kBlockK - 1) / kBlockK : 0;
+    const int first_tile = all_tiles * share.part / share.parts, end_tile = all_tiles * (share.part + 1) / share.parts;
+    first = first_tile * kBlockK;
+    slots = min(end_tile * kBlockK, all_slots) - first;
+    tiles = max(1, end_tile - first_tile);
+  }
 };
 
 // A block of at most 64 heads of a query's group, over all of its keys or a part of them.
@@ -59,20 +123,14 @@ struct Item {
   int head_block, group, s, b;
   VisibleIds ids;
   int first_slot, slots, tiles;  // of this part; tiles >= 1
-  int64_t dq_part;               // index in dq_parts; -1 for a whole item
-  int64_t first_row_of_dkv;      // of first_slot, among the rows of dkv
+  int64_t dq_part;
+  int64_t first_row_of_dkv;  // of first_slot, among the rows of dkv
 
   __device__ __forceinline__ Item(const Params& p, int block) {
-    int index = block, part = 0, parts = 1;
-    dq_part = -1;
-    if (block >= p.whole_items) {
-      dq_part = block - p.whole_items;
-      parts = p.parts;
-      part = static_cast<int>(dq_part) % parts;
-      index = p.whole_items + static_cast<int>(dq_part) / parts;
-    }
-    first_row_of_dkv = int64_t{index} * p.topk;
-    index += p.first_item;
+    const Share share(block, p.whole_items, p.parts);
+    dq_part = share.dq_part;
+    first_row_of_dkv = int64_t{share.item} * p.topk;
+    int index = share.item + p.first_item;
     const int blocks = head_blocks(p.heads, p.groups);
     head_block = index % blocks;
     index /= blocks;
@@ -80,14 +138,10 @@ struct Item {
     index /= p.groups;
     s = index % p.seq_q;
     b = index / p.seq_q;
-    const int all_slots = used_slots(p, b, s);
     ids = visible_ids(p, b, s);
-    const int all_tiles = ids.any() ? (all_slots + kBlockK - 1) / kBlockK : 0;
-    const int first_tile = all_tiles * part / parts, end_tile = all_tiles * (part + 1) / parts;
-    first_slot = first_tile * kBlockK;
+    const SlotRange range(used_slots(p, b, s), ids, share);
+    first_slot = range.first, slots = range.slots, tiles = range.tiles;
     first_row_of_dkv += first_slot;
-    slots = min(end_tile * kBlockK, all_slots) - first_slot;
-    tiles = max(1, end_tile - first_tile);
   }
 
   __device__ __forceinline__ ItemPlace place(const Params& p) const {
@@ -103,12 +157,13 @@ struct Item {
             {0, head_block * kBlockHeads, group, s, b},
             dq_part < 0 ? nullptr : p.dq_parts + dq_part * kBlockHeads * p.d_qk};
   }
-  // Row of [batch, seq_q, heads] of this item's first head.
-  __device__ __forceinline__ int64_t first_row(const Params& p) const {
-    return (static_cast<int64_t>(b) * p.seq_q + s) * p.heads + first_head(p);
+  // Of a row of the tile: whether it exists, its head, and its row of [batch, seq_q, heads].
+  __device__ __forceinline__ bool has(const Params& p, int row) const { return row < heads_left(p); }
+  __device__ __forceinline__ int head(const Params& p, int row) const {
+    return group * (p.heads / p.groups) + head_block * kBlockHeads + row;
   }
-  __device__ __forceinline__ int first_head(const Params& p) const {
-    return group * (p.heads / p.groups) + head_block * kBlockHeads;
+  __device__ __forceinline__ int64_t row(const Params& p, int row) const {
+    return (static_cast<int64_t>(b) * p.seq_q + s) * p.heads + head(p, 0) + row;
   }
   __device__ __forceinline__ int heads_left(const Params& p) const {
     return p.heads / p.groups - head_block * kBlockHeads;
