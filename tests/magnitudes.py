@@ -24,20 +24,11 @@ COMPUTED = {
     "indexer_dense_loss": {"lse"},
     "mhc_pre_bwd": {"h_post", "inv_rms", "h_mix", "h_pre"},
 }
+_SPARSE_MLA = [{"heads": 64}, {"heads": 128, "d_qk": 512}, {"heads": 33}, {"seq": 1, "s_kv": 3000, "topk": 2048}]
 #: Sizes other than those of ORDINARY, for which other kernels or other code paths run.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "sparse_mla_fwd": [
-        {"heads": 64},
-        {"heads": 128, "d_qk": 512},
-        {"heads": 33},
-        {"seq": 1, "s_kv": 3000, "topk": 2048},
-    ],
-    "sparse_mla_bwd": [
-        {"heads": 64},
-        {"heads": 128, "d_qk": 512},
-        {"heads": 33},
-        {"seq": 1, "s_kv": 3000, "topk": 2048},
-    ],
+    "sparse_mla_fwd": _SPARSE_MLA,
+    "sparse_mla_bwd": _SPARSE_MLA,
     "attn_dist": [{"heads": 64}, {"heads": 128, "d_qk": 512}, {"heads": 33}, {"heads": 1}],
     "block_sparse_attn_fwd": [{"dim": 128}, {"dim": 128, "n_q": 64, "n_kv": 4000}, {"n_q": 2000, "n_kv": 1000}],
     "block_sparse_attn_bwd": [{"dim": 128}, {"dim": 128, "n_q": 64, "n_kv": 4000}, {"n_q": 2000, "n_kv": 1000}],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from callers import assert_error, cpu, fake
+from callers import assert_error, cpu, fake, native
 from indexer_small import int32
 from paged_cases import (
     DTYPES,
@@ -121,7 +121,7 @@ def test_rows_start_aligned() -> None:
     assert logits.stride() == (16, 1)
 
 
-@pytest.mark.parametrize("call", [cpu, fake])
+@pytest.mark.parametrize("call", [native, cpu, fake])
 @errors_of("indexer_logits_paged")
 def test_errors(call: Callable[..., Any], op: str, changes: dict[str, Any], text: str) -> None:
     assert_error(partial(call, op), op, paged_arguments(op, **changes), text)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from callers import assert_error, cpu, fake
+from callers import assert_error, cpu, fake, native
 from indexer_small import int32
 from paged_cases import (
     DTYPES,
@@ -59,7 +59,7 @@ def test_the_selection_is_that_of_training() -> None:
         assert torch.equal(inputs.k_cache.flatten(0, 1)[slots[rows].long()], k[ids[rows].long()])
 
 
-@pytest.mark.parametrize("call", [cpu, fake])
+@pytest.mark.parametrize("call", [native, cpu, fake])
 @errors_of("indexer_topk_paged")
 def test_errors(call: Callable[..., Any], op: str, changes: dict[str, Any], text: str) -> None:
     assert_error(partial(call, op), op, paged_arguments(op, **changes), text)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from callers import assert_error, cpu, fake
+from callers import assert_error, cpu, fake, native
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexer_cases import FP8, S_KV, S, arguments, check_a_mix_of_devices, errors_of, opcheck
@@ -125,7 +125,7 @@ def test_slots_without_rows_sequences_or_pages() -> None:
     assert values.tolist() == [[1.0] * 3] * 2
 
 
-@pytest.mark.parametrize("call", [cpu, fake])
+@pytest.mark.parametrize("call", [native, cpu, fake])
 @errors_of("topk_select")
 def test_errors(call: Callable[..., Any], op: str, changes: dict[str, Any], text: str) -> None:
     assert_error(partial(call, op), op, arguments(op, **changes), text)
