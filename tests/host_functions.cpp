@@ -5,6 +5,7 @@
 #include "ops/block_sparse/block_sparse_attn_fwd/plan.h"
 #include "ops/indexer/indexer_bwd/config.h"
 #include "ops/indexer/indexer_logits/config.h"
+#include "ops/indexer/indexer_logits_paged/config.h"
 #include "ops/indexer/indexer_topk/plan.h"
 #include "ops/indexer/topk_select/config.h"
 #include "ops/shared/listed_keys/config.h"
@@ -78,6 +79,7 @@ PYBIND11_MODULE(host_functions, m) {
   indexer_bwd.attr("threads") = dsa::indexer_bwd::kThreads;
   indexer_bwd.def("groups_at_once", dsa::indexer_bwd::groups_at_once);
   m.def_submodule("indexer_logits").attr("threads") = dsa::indexer_logits::kThreads;
+  m.def_submodule("indexer_logits_paged").attr("threads") = dsa::indexer_logits_paged::kThreads;
   m.def_submodule("indexer_topk").def("queries_at_once", &dsa::indexer_topk::queries_at_once);
   py::module_ select = m.def_submodule("topk_select");
   select.attr("threads") = dsa::topk_select::HeldClusterShape::kThreads;

@@ -37,7 +37,10 @@ SOURCES = [
     "indexer_scores/launch",
     "indexer_logits/launch_fp8",
     "indexer_logits/launch_bf16",
-    "topk_select/launch",
+    "indexer_logits_paged/launch_fp8",
+    "indexer_logits_paged/launch_bf16",
+    "topk_select/launch_ids",
+    "topk_select/launch_slots",
     "indexer_loss/launch",
     "indexer_bwd/launch",
     "block_select/launch",
@@ -59,12 +62,21 @@ def instance_names(*kernels: str) -> tuple[str, ...]:
 
 
 def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
-    fwd, bwd, listed, logits, select, gradients = (
+    fwd, bwd, listed, logits, paged, select, gradients = (
         getattr(host_functions, op)
-        for op in ("sparse_mla_fwd", "sparse_mla_bwd", "listed_keys", "indexer_logits", "topk_select", "indexer_bwd")
+        for op in (
+            "sparse_mla_fwd",
+            "sparse_mla_bwd",
+            "listed_keys",
+            "indexer_logits",
+            "indexer_logits_paged",
+            "topk_select",
+            "indexer_bwd",
+        )
     )
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # heads x columns
     select_shapes = 2 * (2 + 2)  # dtypes x CTAs that hold their part of a row or that filter it
+    selection = ("UBLKCP", "ATOMS", "REDUX")
     listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
     bwd_others = ("combine_kernelILb0", "combine_kernelILb1", "sink_kernel", "list_slots_kernel")
     gradients_others = ("merge_lists_kernel", "list_ranges_kernel", "list_slots_kernel")
@@ -100,9 +112,15 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             logits.threads,
             ("HGMMA", *scoring),
         ),
-        "topk_select/launch": Kernels(
-            "topk_select_kernel", select_shapes, select.threads, ("UBLKCP", "ATOMS", "REDUX")
+        "indexer_logits_paged/launch_fp8": Kernels(
+            "indexer_logits_paged_kernel.*e4m3", logits_shapes, paged.threads, ("QGMMA", "UTMALDG", "UBLKCP", "SYNCS")
         ),
+        "indexer_logits_paged/launch_bf16": Kernels(
+            "indexer_logits_paged_kernel.*bfloat16", logits_shapes, paged.threads, ("HGMMA", "UTMALDG", "SYNCS")
+        ),
+        # Results are ids, or slots of a cache.
+        "topk_select/launch_ids": Kernels("topk_select_kernel.*Lb0E", select_shapes, select.threads, selection),
+        "topk_select/launch_slots": Kernels("topk_select_kernel.*Lb1E", select_shapes, select.threads, selection),
         # Two that hold a row in registers, and one for longer rows.
         "indexer_loss/launch": Kernels("indexer_loss_kernel", 2 + 1, 1024, ("LDG.E.128", "MUFU", "SHFL", "STG.E.128")),
         # Dtypes x 1 to 32 warps per row.

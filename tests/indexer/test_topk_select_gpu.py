@@ -191,6 +191,28 @@ def test_repeats_are_bitwise_equal(sizes: tuple[int, int]) -> None:
         check_selected(OP(logits, *bounds, 2048), first)
 
 
+@both_dtypes
+@pytest.mark.parametrize("page_size", [1, 53, 64, 576, INT32_MAX])
+def test_slots_of_a_cache(page_size: int, dtype: torch.dtype) -> None:
+    """Every kernel, with tables of any numbers that may be too short, in any layout."""
+    generator = torch.Generator(DEVICE).manual_seed(page_size)
+    for rows, columns, topk in ((1, 131077, 2048), (6, 9000, 2048), (6, 5, 9), (300, 9000, 50), (300, 20000, 4096)):
+        logits = repeated_rows(rows, columns, dtype)[:rows]
+        bounds, pages = windows(logits), -(-columns // page_size)
+        for sequences, to_sequence in ((rows, False), (max(1, rows // 3), rows % 3 == 0), (4, True)):
+            sizes = (sequences, max(1, pages - 1))
+            table = torch.randint(-2, 2**20, sizes, generator=generator, dtype=torch.int32, device=DEVICE)
+            table[:, ::5] = torch.tensor(INT32_MAX, dtype=torch.int32, device=DEVICE)
+            if rows % sequences:
+                to_sequence = True
+            args: dict[str, Any] = {"page_table": table.T.contiguous().T, "page_size": page_size}
+            if to_sequence:
+                numbers = torch.randint(-1, sequences + 1, (rows, 2), generator=generator, device=DEVICE)
+                args["row_to_sequence"] = numbers.int()[:, 0]
+            results = torch.ops.dsa.topk_select(logits, *bounds, topk, **args)
+            check_selected(results, reference.topk_select(logits, *bounds, topk, **args))
+
+
 EDGES = st.sampled_from([INT32_MIN, -1, 0, 1, INT32_MAX])
 
 

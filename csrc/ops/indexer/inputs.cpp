@@ -3,15 +3,12 @@
 #include <algorithm>
 
 namespace dsa::indexer {
-namespace {
 
 void check_heads(const char* op, int64_t heads, int64_t dim) {
   DSA_CHECK(heads == 8 || heads == 16 || heads == 32 || heads == 64, op, ": q's heads must be 8, 16, 32 or 64, got ",
             heads);
   DSA_CHECK(dim == 64 || dim == 128, op, ": q's head dimension must be 64 or 128, got ", dim);
 }
-
-}  // namespace
 
 void check_inputs(const char* op, Scoring& scoring) {
   const auto& [q, k, weights, starts, ends, k_scale] = scoring;

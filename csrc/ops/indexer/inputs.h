@@ -22,6 +22,8 @@ void check_rows(const char* op, const Tensor& q, const Tensor& k, const Tensor& 
 // The same and `indices`.
 void check_listed(const char* op, const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& indices);
 
+void check_heads(const char* op, int64_t heads, int64_t dim);
+
 // Kernel parameters for queries [first, first + count), whose logits are the rows of `logits`.
 indexer_logits::Params params_of(const Scoring& scoring, int64_t first, int64_t count, const Tensor& logits,
                                  const DeviceCall& call);

@@ -21,8 +21,9 @@
 #include <type_traits>
 
 #include "config.h"
+#include "heads.cuh"
 #include "params.h"
-#include "sm90/math.cuh"
+#include "runs.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/memory.cuh"
 #include "sm90/tma.cuh"
@@ -39,9 +40,7 @@ struct SharedStorage {
   alignas(1024) Element q[kC.rows() * kC.row_bytes / sizeof(Element)];
   alignas(1024) Element keys[kC.stages()][kTileKeys * kC.row_bytes / sizeof(Element)];
   int2 bounds[kMathThreads / 32][kC.pass_queries()];  // a copy per warp
-  int64_t warp_units[kThreads / 32];
-  int64_t run_units;  // this CTA's run: starts at unit `run_skip` of block `run_block`
-  int run_block, run_skip;
+  RunStorage<kThreads> plan;                          // items are blocks of queries
   alignas(8) uint64_t q_full, q_empty, keys_full[kC.stages()], keys_empty[kC.stages()];
 };
 
@@ -82,9 +81,9 @@ __device__ __forceinline__ BlockRange range_of(const Params& p, int first_query,
 // Walks over a CTA's run: calls `visit(block, range, first, end)` for tiles [first, end) of each block.
 template <class Element, Config kC, class Visit>
 __device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, const Params& p, Visit visit) {
-  int skip = shared.run_skip;
-  int64_t left = shared.run_units;
-  for (int block = shared.run_block; left > 0 && block * kC.queries() < p.seq; ++block, skip = 0) {
+  int skip = shared.plan.run.skip;
+  int64_t left = shared.plan.run.units;
+  for (int block = shared.plan.run.item; left > 0 && block * kC.queries() < p.seq; ++block, skip = 0) {
     const BlockRange range = range_of(p, block * kC.queries(), kC.queries());
     const int end = static_cast<int>(min(int64_t{range.units()}, skip + left));
     left -= end - skip;
@@ -96,44 +95,14 @@ __device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, c
 // Finds this CTA's run. Called by all threads.
 template <class Element, Config kC>
 __device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const Params& p, int blocks) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int thread_blocks = (blocks + kThreads - 1) / kThreads;
-  const int first = min(blocks, static_cast<int>(threadIdx.x) * thread_blocks);
-  const int end = min(blocks, first + thread_blocks);
-  const auto units_of = [&](int block) {
+  find_run(shared.plan, blocks, [&](int block) {
     int keys_begin = INT_MAX, keys_end = 0;
     for (int query = block * kC.queries(); query < min(p.seq, (block + 1) * kC.queries()); ++query) {
       const int2 bounds = bounds_of(p, query);
       if (bounds.x < bounds.y) keys_begin = min(keys_begin, bounds.x), keys_end = max(keys_end, bounds.y);
     }
     return range_of_bounds(keys_begin, keys_end, 0, 0).units();
-  };
-  int64_t mine = 0;
-  for (int block = first; block < end; ++block) mine += units_of(block);
-  int64_t before = mine;
-#pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    const int64_t other = __shfl_up_sync(~0u, before, lanes);
-    if (lane >= lanes) before += other;
-  }
-  if (lane == 31) shared.warp_units[warp] = before;
-  before -= mine;
-  if (threadIdx.x == 0) shared.run_units = 0;
-  __syncthreads();
-  int64_t all = 0;
-  for (int w = 0; w < kThreads / 32; ++w) {
-    if (w < warp) before += shared.warp_units[w];
-    all += shared.warp_units[w];
-  }
-  const int64_t run_begin = all * blockIdx.x / gridDim.x, run_end = all * (blockIdx.x + 1) / gridDim.x;
-  if (run_begin < run_end && before <= run_begin && run_begin < before + mine) {
-    int block = first;
-    for (int units; before + (units = units_of(block)) <= run_begin; ++block) before += units;
-    shared.run_block = block;
-    shared.run_skip = static_cast<int>(run_begin - before);
-    shared.run_units = run_end - run_begin;
-  }
-  __syncthreads();
+  });
 }
 
 // Producer: loads Q of each block and the tiles of keys. Run by one warp.
@@ -190,41 +159,6 @@ __device__ __forceinline__ void clean(const Params& p, int blocks, int thread, i
       fill(g_row, 0, covered_begin);
       fill(g_row, covered_end, p.seq_kv);
     }
-  }
-}
-
-// e4m3, with scales for the keys.
-template <class Element>
-inline constexpr bool kIsFp8 = sizeof(Element) == 1;
-
-// Every other head takes x + |x| and half of its weight, which is exact: addition and maximum run in different
-// pipelines. Not with bf16, where the sum might overflow.
-template <class Element>
-constexpr bool is_doubled(int i) {
-  return kIsFp8<Element> && i % 2 == 0;
-}
-
-// relu(x), or twice that; NaN stays NaN.
-__device__ __forceinline__ float rectified(float x, bool doubled) { return doubled ? x + fabsf(x) : sm90::relu(x); }
-
-// Weighted sums over the heads of each query, of the scores of a pass. Of a lane's two rows of keys the upper lanes
-// take the second one, the others the first, each with what the lane across has of it.
-template <class Element, Config kC, class Scores>
-__device__ __forceinline__ void sum_heads(const Scores& r_s, const float (&weights)[kPassRows / 4], int upper,
-                                          float (&key_sums)[kC.pass_queries()]) {
-  constexpr int kPassQueries = kC.pass_queries();
-  float sums[2][kPassQueries] = {};
-#pragma unroll
-  for (int i = 0; i < kPassRows / 4; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float& sum = sums[half][i / 2 * 8 / kC.heads];
-      sum = fmaf(rectified(r_s(i / 2 * 4 + half * 2 + i % 2), is_doubled<Element>(i)), weights[i], sum);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kPassQueries; ++i) {
-    key_sums[i] = (upper ? sums[1][i] : sums[0][i]) + __shfl_xor_sync(~0u, upper ? sums[0][i] : sums[1][i], 2);
   }
 }
 
@@ -289,7 +223,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       warpgroup_fence_operand(r_s);
 
       float key_sums[kPassQueries];
-      sum_heads<Element, kC>(r_s, weights, upper, key_sums);
+      sum_heads<Element, kC.heads, kPassRows>(r_s, weights, upper, key_sums);
 #pragma unroll
       for (int i = 0; i < kPassQueries; i += 2) {
         const float sum =

@@ -46,6 +46,8 @@ std::tuple<Tensor, Tensor> indexer_topk(Tensor q, Tensor k, Tensor weights, Tens
         .device = call.index,
         .num_sms = call.num_sms,
         .is_bf16 = false,
+        .to_slots = false,
+        .table = {},
     };
     if (seq_kv > 0) call.check(indexer_logits::launch(scores, call.stream()));
     call.check(topk_select::launch(selection, call.stream()));

@@ -23,10 +23,29 @@
 
 namespace dsa::topk_select {
 
+// The slot that holds token `id` of a sequence, or -1.
+__device__ __forceinline__ int slot_of(const PageTable& table, int sequence, int id) {
+  const int page = id / table.page_size;
+  if (static_cast<unsigned>(sequence) >= static_cast<unsigned>(table.sequences) || page >= table.pages) return -1;
+  const int entry = table.entries[sequence * table.stride_sequence + page * table.stride_page];
+  const int64_t slot = int64_t{entry} * table.page_size + (id - page * table.page_size);
+  return entry >= 0 && slot <= INT_MAX ? static_cast<int>(slot) : -1;
+}
+
+// Replaces the ids of a row, `count` shared entries, by slots.
+template <class Shape>
+__device__ __forceinline__ void make_slots(const PageTable& table, int row, int* ids, int count) {
+  __syncthreads();
+  const int sequence =
+      table.row_to_sequence == nullptr ? row / table.rows_per_sequence : table.row_to_sequence[row * table.stride_row];
+  for (int i = threadIdx.x; i < count; i += Shape::kThreads) ids[i] = slot_of(table, sequence, ids[i]);
+}
+
 // Writes a CTA's share of its row's results: the first `kept` shared entries.
-template <class T, class Storage>
+template <class T, bool kSlots, class Storage>
 __device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& selector, int row, int kept) {
   using Shape = typename Storage::Shape;
+  if constexpr (kSlots) make_slots<Shape>(p.table, row, selector.shared.entries.ids, kept);
   const uint2 sums = selector.sum_ctas(kept, p.ctas);
   const int64_t row_place = static_cast<int64_t>(row) * p.topk;
   int* g_indices = p.indices + row_place;
@@ -73,7 +92,7 @@ __device__ __forceinline__ Run run_of_cta(const Params& p, const T* g_row, int r
 }
 
 // For runs that fit into a CTA's registers.
-template <class T, class Shape>
+template <class T, class Shape, bool kSlots>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     held_topk_select_kernel(const __grid_constant__ Params p) {
   constexpr int kPieces = Shape::kPieces, kKeys = Shape::kKeys;
@@ -119,10 +138,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
       if (values[i] == T(0.f)) values[i] = g_row[shared.entries.ids[i]];
     }
   }
-  write_row<T>(p, selector, row, kept);
+  write_row<T, kSlots>(p, selector, row, kept);
 }
 
-template <class T, class Shape>
+template <class T, class Shape, bool kSlots>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     filter_topk_select_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char shared_bytes_[];
@@ -161,7 +180,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     if (read_all) break;
     filter.threshold = threshold_of(selection.threshold);
   }
-  write_row<T>(p, selector, row, filter.count);
+  write_row<T, kSlots>(p, selector, row, filter.count);
 }
 
 }  // namespace dsa::topk_select

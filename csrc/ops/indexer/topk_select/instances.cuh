@@ -1,0 +1,47 @@
+// Selects the template instance and launches it.
+#pragma once
+
+#include "kernel.cuh"
+#include "params.h"
+#include "sm90/launch.h"
+
+namespace dsa::topk_select {
+
+template <class T, bool kSlots, class Shape>
+const char* launch_held(const Params& p, sm90::Grid grid, cudaStream_t stream) {
+  return sm90::launch_kernel<held_topk_select_kernel<T, Shape, kSlots>>(p.device, grid, Shape::kThreads,
+                                                                        sizeof(HeldStorage<T, Shape>), stream, p);
+}
+
+template <class T, bool kSlots, class Shape>
+const char* launch_filter(const Params& p, sm90::Grid grid, cudaStream_t stream) {
+  return sm90::launch_kernel<filter_topk_select_kernel<T, Shape, kSlots>>(p.device, grid, Shape::kThreads,
+                                                                          sizeof(FilterStorage<T, Shape>), stream, p);
+}
+
+// The columns of a row, plus those that a read of whole units covers before a row that is not 16-byte aligned.
+template <class T>
+int columns_read(const Params& p) {
+  const bool aligned = reinterpret_cast<uintptr_t>(p.logits) % 16 == 0 && p.logits_stride * sizeof(T) % 16 == 0;
+  return p.columns + (aligned ? 0 : kUnit - 1);
+}
+
+template <class T, bool kSlots>
+const char* launch_rows_of(const Params& p, cudaStream_t stream) {
+  const sm90::Grid grid(unsigned(p.rows) * p.ctas, p.ctas);
+  if (columns_read<T>(p) <= kMaxHeldRun * p.ctas) {
+    return p.ctas == 1 ? launch_held<T, kSlots, HeldShape>(p, grid, stream)
+                       : launch_held<T, kSlots, HeldClusterShape>(p, grid, stream);
+  }
+  const bool small = p.topk <= kMaxTopkOf<FilterShape<true>> && grid.ctas > unsigned(p.num_sms);
+  return small ? launch_filter<T, kSlots, FilterShape<true>>(p, grid, stream)
+               : launch_filter<T, kSlots, FilterShape<false>>(p, grid, stream);
+}
+
+template <bool kSlots>
+const char* launch_rows(const Params& p, void* stream) {
+  const auto s = static_cast<cudaStream_t>(stream);
+  return p.is_bf16 ? launch_rows_of<__nv_bfloat16, kSlots>(p, s) : launch_rows_of<float, kSlots>(p, s);
+}
+
+}  // namespace dsa::topk_select
