@@ -26,7 +26,7 @@ from bench.common import (
     time_versus,
 )
 from dsa_ext import reference
-from dsa_ext.testing.inputs import drift_indices, make_indexer_inputs, make_inputs
+from dsa_ext.testing.inputs import make_indexer_inputs, make_inputs
 from dsa_ext.testing.memory import workspace_bytes
 from dsa_ext.testing.tolerances import FP32_SIMILARITY, SIMILARITY, similarity_error
 
@@ -52,7 +52,7 @@ class Spec:
     name: str
     heads: int
     s_kv: int
-    ids: str = "ascending"  # training, ascending, random or drift; all: no lists
+    ids: str = "ascending"  # training, ascending or random; all: no lists
     deterministic: bool = False
     has_peer: bool = False
     compare_to: str | None = None  # a case to divide this one's time by
@@ -69,8 +69,6 @@ def specs() -> Iterator[Spec]:
         yield Spec("Gradient", f"h{heads}_skv8192_random", heads, 8192, "random", has_peer=True)
     for heads in (16, 8):
         yield Spec("Few heads", f"h{heads}_training", heads, SEQ, "training")
-    for heads in (64, 32, 16, 8):
-        yield Spec("Gradient, ids that recur", f"h{heads}_skv32768_drift", heads, 32768, "drift")
     for name, heads, s_kv, ids in (
         ("h64_training", 64, SEQ, "training"),
         ("h64_skv8192", 64, 8192, "ascending"),
@@ -86,8 +84,6 @@ def lists(spec: Spec) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(1)
     if spec.ids == "training":
         return causal_indices(SEQ, TOPK, generator)[0, :, 0]
-    if spec.ids == "drift":
-        return drift_indices((1, SEQ, 1, TOPK), spec.s_kv, generator)[0, :, 0]
     rows = [
         torch.rand(512, spec.s_kv, generator=generator, device="cuda").topk(TOPK).indices for _ in range(SEQ // 512)
     ]

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.common import PEER_SIMILARITY, Case, drawing, grouped_bars, make_case, run, time_versus
 from dsa_ext.nn import SparseMLA, apply_rope
-from dsa_ext.testing.inputs import drift_indices
 from dsa_ext.testing.tolerances import similarity_error
 
 OP = "sparse_mla_layer"
@@ -52,7 +51,6 @@ class Spec:
     heads: int
     seq: int
     compiled: bool = False
-    drift: bool = False  # lists that drift, instead of those that the indexer with its random weights selects
     compare_to: str | None = None  # a case to divide this one's time by
 
 
@@ -60,9 +58,6 @@ def specs() -> Iterator[Spec]:
     for heads in HIDDEN_SIZE:
         for seq in (8192, 32768, 131072):
             yield Spec(f"{heads} heads", f"h{heads}_s{seq}", heads, seq)
-    for heads in HIDDEN_SIZE:
-        name = f"h{heads}_s32768"
-        yield Spec("Ids that recur", f"{name}_drift", heads, 32768, drift=True, compare_to=name)
     yield Spec("torch.compile", "h128_s8192_compiled", 128, 8192, compiled=True, compare_to="h128_s8192")
 
 
@@ -205,26 +200,12 @@ def measure_dense(layer: SparseMLA, x: Tensor, dout: Tensor) -> tuple[str, Measu
     raise RuntimeError("; ".join(refusals))
 
 
-def replace_selection(layer: SparseMLA, seq: int) -> None:
-    """From now on the indexer selects as before, but its selection is replaced by lists that drift."""
-    select = layer.indexer.select
-    ids = drift_indices((1, seq, 1, TOPK), seq, torch.Generator("cuda").manual_seed(1), causal=True)[:, :, 0]
-
-    def select_and_replace(*args: Any) -> Tensor:
-        select(*args)
-        return ids
-
-    layer.indexer.select = select_and_replace  # type: ignore[method-assign]
-
-
 def measure(spec: Spec, times: dict[str, float]) -> Case:
     torch.manual_seed(1)
     hidden_size = HIDDEN_SIZE[spec.heads]
     layer = SparseMLA(hidden_size, spec.heads, topk=TOPK, device="cuda", dtype=torch.bfloat16)
     x, dout = (torch.randn(1, spec.seq, hidden_size, device="cuda").bfloat16() for _ in range(2))
     leaves = [x.requires_grad_(), *layer.parameters()]
-    if spec.drift:
-        replace_selection(layer, spec.seq)
 
     def step_of(module: Callable[[Tensor], Any]) -> Step:
         return Step(lambda: module(x)[:2], leaves, dout)
@@ -239,7 +220,6 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     others |= time_versus(ms, spec.compare_to, times)
     args = {"B": 1, "S": spec.seq, "H": spec.heads, "K": TOPK, "hidden_size": hidden_size}
     args |= {"Hi": layer.indexer.heads, "Di": layer.indexer.head_dim, "compiled": spec.compiled}
-    args |= {"ids": "drift"} if spec.drift else {}
     if dense is None:
         return make_case(spec.name, spec.group, args, ms, peer_failure="out of memory", **others)
     backend, theirs = dense
