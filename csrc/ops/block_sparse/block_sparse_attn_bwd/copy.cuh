@@ -5,13 +5,6 @@
 
 namespace dsa::block_sparse_attn_bwd {
 
-// Takes the next place in the order of work from a global counter. Run by one warp.
-__device__ __forceinline__ int64_t take(const Params& p, int lane) {
-  unsigned long long place = 0;
-  if (lane == 0) place = atomicAdd(p.next_place, 1);
-  return static_cast<int64_t>(__shfl_sync(~0u, place, 0));
-}
-
 // The length of the longest list of all heads. Run by one warp.
 __device__ __forceinline__ int longest_list(const Params& p, int lane) {
   int longest = 0;
@@ -29,6 +22,14 @@ struct Copier {
   const Units& units;
   int lane;
   Walk<Stream<kColumns>::kSlots> walk{};
+  unsigned long long taken = 0;  // of lane 0
+
+  // Takes the next place in the order of work from a global counter. The end of an item begins to, so that the answer
+  // arrives while the warp waits for a slot.
+  __device__ __forceinline__ void take() {
+    if (lane == 0) taken = atomicAdd(p.next_place, 1);
+  }
+  __device__ __forceinline__ int64_t taken_place() const { return static_cast<int64_t>(__shfl_sync(~0u, taken, 0)); }
 
   // Runs fill(slot) in one thread, which must arrive at its barrier `full`, once the slot is free.
   template <class Fill>
@@ -71,10 +72,19 @@ struct Copier {
     const int head = work.head % p.kv_heads, batch = work.head / p.kv_heads, group = p.heads / p.kv_heads;
     const int position = work.block * kBlock;
     const bool continues = !units.is_first_part(work.unit), is_continued = !units.is_last_part(work.unit);
-    fill_slot([&](int slot) {
+    const int unit_begin = units.first_block(work.unit), unit_end = units.end_block(work.unit);
+    const int64_t first_list = static_cast<int64_t>(batch) * p.heads + head * group;
+    const auto offsets_of = [&](int i) { return p.offsets + (first_list + i) * (p.kv_blocks + 1) + work.block; };
+    int i = unit_begin / p.q_blocks;  // query head of the group
+    // Of the next query head's transposed list. Under way while the warp waits.
+    int next_begin = __ldg(offsets_of(i)), next_end = __ldg(offsets_of(i) + 1);
+    if (lane == 0) {
       const int unit_before = work.unit - p.plan.buffers;  // of the same buffer
       if (unit_before >= 0) wait_done(p.queries_done(unit_before), units.query_items(unit_before));
       if (units.has_parts()) wait_done(p.units_summed(work.block), work.unit);
+    }
+    __syncwarp();
+    fill_slot([&](int slot) {
       uint64_t* full = &shared.full[slot];
       shared.headers[slot].kind = kKeys, shared.headers[slot].value = continues ? work.block : -1;
       arrive_and_expect(full, 2 * kTileBytes);
@@ -82,12 +92,12 @@ struct Copier {
       copy_block<kColumns>(shared.slots[slot].factors, &maps.v, head, position, batch, full);
     });
     walk.hold();
-    const int unit_begin = units.first_block(work.unit), unit_end = units.end_block(work.unit);
-    for (int i = unit_begin / p.q_blocks; i * p.q_blocks < unit_end; ++i) {
-      const int query_head = head * group + i;
-      const int64_t list = static_cast<int64_t>(batch) * p.heads + query_head;
-      const int* g_offset = p.offsets + list * (p.kv_blocks + 1) + work.block;
-      const int before = i * p.q_blocks;
+    for (; i * p.q_blocks < unit_end; ++i) {
+      const int query_head = head * group + i, before = i * p.q_blocks;
+      const int64_t list = first_list + i;
+      const int begin = next_begin, end = next_end;
+      if (before + p.q_blocks < unit_end)
+        next_begin = __ldg(offsets_of(i + 1)), next_end = __ldg(offsets_of(i + 1) + 1);
       const auto send = [&](int block, int list_slot) {
         fill_slot([&](int slot) {
           uint64_t* full = &shared.full[slot];
@@ -100,9 +110,10 @@ struct Copier {
         });
         walk.advance();
       };
-      for_queries(p.listing + list * p.q_blocks * p.slots, __ldg(g_offset), __ldg(g_offset + 1),
-                  max(0, unit_begin - before), min(p.q_blocks, unit_end - before), send);
+      for_queries(p.listing + list * p.q_blocks * p.slots, begin, end, max(0, unit_begin - before),
+                  min(p.q_blocks, unit_end - before), send);
     }
+    take();
     fill_slot([&](int slot) {
       const int keys = valid_keys(p, work.block), summed_block = units.has_parts() ? work.block : -1;
       shared.headers[slot] = {kEnd, is_continued, work.unit, head, position, batch, keys, summed_block};
@@ -117,15 +128,19 @@ struct Copier {
     Item item(0, p.q_blocks, p.heads);
     item.block = work.block % p.q_blocks, item.head = kv_head * group + work.block / p.q_blocks;
     item.batch = work.head / p.kv_heads;
+    // Under way while the warp waits.
+    const int* g_ids = listed_ids(p, item);
+    const int number = __ldg(listed_number(p, item));
+    int next_id = lane < p.slots ? __ldg(g_ids + lane) : -1;
     if (lane == 0) {
       wait_done(p.keys_done(work.unit), units.key_items(work.unit));
       fence_async_proxy_global();
     }
     __syncwarp();
-    const int first_tile = units.first_tile(work.unit, work.head, work.block);
-    const List list = listed_blocks(p, item);
-    for (int first = 0; first < list.count; first += kWarpThreads) {
-      const int id = first + lane < list.count ? __ldg(list.g_ids + first + lane) : -1, keys = valid_keys(p, id);
+    const int first_tile = units.first_tile(work.unit, work.head, work.block), count = min(number, p.slots);
+    for (int first = 0; first < count; first += kWarpThreads) {
+      const int keys = first + lane < count ? valid_keys(p, next_id) : 0, id = next_id;
+      if (first + kWarpThreads + lane < count) next_id = __ldg(g_ids + first + kWarpThreads + lane);
       for (unsigned left = __ballot_sync(~0u, keys > 0); left != 0; left &= left - 1) {
         const int from = __ffs(left) - 1;
         const int position = __shfl_sync(~0u, id, from) * kBlock, valid = __shfl_sync(~0u, keys, from);
@@ -140,6 +155,7 @@ struct Copier {
         walk.advance();
       }
     }
+    take();
     fill_slot([&](int slot) {
       shared.headers[slot] = {kEnd, 0, work.unit, item.head, item.block * kBlock, item.batch, 0, -1};
       arrive(&shared.full[slot]);
@@ -152,10 +168,12 @@ template <int kColumns>
 __device__ __forceinline__ void copy(Stream<kColumns>& shared, const Params& p, const Maps& maps, int lane) {
   const Units units(p.plan, longest_list(p, lane));
   Copier<kColumns> copier{shared, p, maps, units, lane};
-  for (int64_t place = take(p, lane); place < units.places(); place = take(p, lane)) {
+  copier.take();
+  for (int64_t place = copier.taken_place(); place < units.places(); place = copier.taken_place()) {
     Work work;
-    if (!units.find(place, work)) continue;
-    if (work.for_keys) {
+    if (!units.find(place, work)) {
+      copier.take();
+    } else if (work.for_keys) {
       copier.send_keys(work);
     } else {
       copier.send_queries(work);

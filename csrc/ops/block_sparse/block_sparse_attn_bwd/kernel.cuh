@@ -13,6 +13,7 @@
 #include "copy.cuh"
 #include "key_gradients.cuh"
 #include "query_gradients.cuh"
+#include "sm90/programmatic.cuh"
 
 namespace dsa::block_sparse_attn_bwd {
 
@@ -39,8 +40,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (auto& stream : streams) stream.init();
     fence_barrier_init();
+    for (const CUtensorMap* map : {&maps.q, &maps.dout, &maps.k, &maps.v, &maps.dq, &maps.dk, &maps.dv}) {
+      prefetch_tensor_map(map);
+    }
   }
   __syncthreads();
+  wait_for_preceding_kernel();
   const int thread = threadIdx.x % kWarpgroupThreads;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup < kStreams) {

@@ -25,7 +25,8 @@ const char* launch_columns(const Params& p, cudaStream_t stream) {
   const auto preparing = static_cast<unsigned>(lists * ranges(p.kv_blocks) + (rows + kRows - 1) / kRows);
   const char* error = launch_kernel<prepare_kernel<kColumns>>(p.device, preparing, kPrepareThreads, 0, stream, p);
   if (error == nullptr) {
-    error = launch_kernel<gradients_kernel<kColumns>>(p.device, unsigned(p.num_sms), kThreads, kBytes, stream, p, maps);
+    const Grid grid(unsigned(p.num_sms), 1, true);
+    error = launch_kernel<gradients_kernel<kColumns>>(p.device, grid, kThreads, kBytes, stream, p, maps);
   }
   return error;
 }

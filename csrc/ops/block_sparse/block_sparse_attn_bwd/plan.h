@@ -23,7 +23,7 @@ inline constexpr int kPairBytes = 64 * 64 * 2;
 // All buffers together have at most so many bytes, unless a single list is longer.
 inline constexpr int64_t kMaxBytes = int64_t{1} << 31;
 // With three buffers, nobody waits if all items take equally long; more of them allow for lists of different lengths.
-inline constexpr int kMinBuffers = 3, kMaxBuffers = 6;
+inline constexpr int kMinBuffers = 3, kMaxBuffers = 4;
 
 constexpr DSA_HOST_DEVICE int divide_up(int a, int b) { return (a + b - 1) / b; }
 

@@ -8,6 +8,7 @@
 #include "ops/block_sparse/lists.cuh"
 #include "params.h"
 #include "sm90/matrix_copy.cuh"
+#include "sm90/programmatic.cuh"
 #include "tiles/softmax.cuh"
 #include "tiles/visibility.cuh"
 
@@ -16,9 +17,9 @@ namespace dsa::block_sparse_attn_bwd {
 using namespace dsa::block_sparse;
 using namespace dsa::tiles;
 
-inline constexpr int kPrepareWarps = 32, kPrepareThreads = kPrepareWarps * kWarpThreads;
+inline constexpr int kPrepareWarps = 24, kPrepareThreads = kPrepareWarps * kWarpThreads;
 inline constexpr int kRange = 64;     // key blocks per CTA
-inline constexpr int kRowPasses = 4;  // of a CTA: so many rows are under way in each thread
+inline constexpr int kRowPasses = 2;  // of a CTA: so many rows are under way in each thread
 // Marks a query after the last, in place of the base of its probabilities (base_of_lse). Its row of Q is 0, and 0 times
 // an infinite key is NaN, so the probabilities of such a query are set to 0.
 inline constexpr float kMissingBase = -FLT_MAX;
@@ -31,13 +32,30 @@ constexpr int rows_per_cta() {
   return kRowPasses * kPrepareThreads / (kColumns / kPieceColumns);
 }
 
-// Calls found(row, slot, id) for the visible blocks that rows [begin, end) of a head list, row by row. Run by one warp.
+// Calls found(row, slot, id) for the visible blocks that rows [begin, end) of a head list, row by row. Run by one warp,
+// which reads several short lists at a time.
 template <class Found>
 __device__ __forceinline__ void for_listed_blocks(const Params& p, Item item, int begin, int end, const Found& found) {
+  const int lane = threadIdx.x % kWarpThreads;
+  if (p.slots <= kWarpThreads / 2) {
+    const int width = max(p.slots, 1), rows = kWarpThreads / width, own = lane / width, slot = lane % width;
+    for (int first = begin; first < end; first += rows) {
+      item.block = first + own;
+      const bool exists = own < rows && item.block < end && slot < p.slots;
+      const int id = exists ? __ldg(listed_ids(p, item) + slot) : -1;
+      const int count = exists ? __ldg(listed_number(p, item)) : 0;
+      const bool is_visible = slot < count && valid_keys(p, id) > 0;
+      for (int i = 0; i < rows; ++i) {
+        if (is_visible && own == i) found(item.block, slot, id);
+        __syncwarp();
+      }
+    }
+    return;
+  }
   constexpr int kAhead = 4;
   for (item.block = begin; item.block < end; ++item.block) {
     const List list = listed_blocks(p, item);
-    for (int first = threadIdx.x % kWarpThreads; first < list.count; first += kAhead * kWarpThreads) {
+    for (int first = lane; first < list.count; first += kAhead * kWarpThreads) {
       int ids[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -60,7 +78,6 @@ __device__ __forceinline__ void transpose(const Params& p, int head_index, int f
   __shared__ int before;   // entries of blocks below the range
   __shared__ int longest;  // list
   const Item head(head_index * p.q_blocks, p.q_blocks, p.heads);
-  int* g_listing = p.listing + static_cast<int64_t>(head_index) * p.q_blocks * p.slots;
   const VisibleIds own{first_block, first_block + kRange};
   const int warp = threadIdx.x / kWarpThreads;
   const auto first_row = [&](int warp_index) {
@@ -100,6 +117,7 @@ __device__ __forceinline__ void transpose(const Params& p, int head_index, int f
     if (first_block + threadIdx.x == p.kv_blocks - 1) g_offsets[1] = place;
   }
   __syncthreads();
+  int* g_listing = p.listing + static_cast<int64_t>(head_index) * p.q_blocks * p.slots;
   // A block that a row lists twice takes two entries; their order does not matter, since their pairs are equal.
   for_listed_blocks(p, head, first_row(warp), first_row(warp + 1), [&](int row, int slot, int id) {
     if (own.has(id)) g_listing[atomicAdd(&places[warp][id - first_block], 1)] = row * p.slots + slot;
@@ -109,36 +127,36 @@ __device__ __forceinline__ void transpose(const Params& p, int head_index, int f
 // Of rows, those after the last of a head included: delta, the dot product of O and dO, less dlse; and the base of the
 // probabilities.
 template <int kColumns>
-__device__ __forceinline__ void prepare_rows(const Params& p, int64_t first_row) {
+__device__ __forceinline__ void prepare_rows(const Params& p, int64_t first_of_cta) {
   constexpr int kRowThreads = kColumns / kPieceColumns, kStep = kPrepareThreads / kRowThreads;
   const int column = threadIdx.x % kRowThreads * kPieceColumns;
   const int blocks = p.batch * p.heads * p.q_blocks;
-  first_row += threadIdx.x / kRowThreads;
+  const int first_block = static_cast<int>(first_of_cta / kBlock);
+  const int first_row = static_cast<int>(first_of_cta % kBlock + threadIdx.x / kRowThreads);  // from there
   uint4 dout[kRowPasses], out[kRowPasses];
 #pragma unroll
   for (int i = 0; i < kRowPasses; ++i) {
-    const int64_t row = first_row + i * kStep;
-    const Item item(static_cast<int>(row / kBlock), p.q_blocks, p.heads);
-    const int query = item.block * kBlock + static_cast<int>(row % kBlock);
+    const int row = first_row + i * kStep, index = first_block + row / kBlock;
+    const Item item(index, p.q_blocks, p.heads);
+    const int query = item.block * kBlock + row % kBlock;
     dout[i] = out[i] = {};
-    if (row / kBlock >= blocks || query >= p.seq_q) continue;
-    const auto load = [&](const Heads& of) {
+    if (index >= blocks || query >= p.seq_q) continue;
+    const auto piece = [&](const Heads& of) {
       const auto* g_row = static_cast<const Bf16*>(of.data) + of.offset(item.batch, item.head, query);
-      return __ldg(reinterpret_cast<const uint4*>(g_row + column));
+      return reinterpret_cast<const uint4*>(g_row + column);
     };
-    dout[i] = load(p.dout), out[i] = load(p.out);
+    dout[i] = __ldg(piece(p.dout)), out[i] = __ldcs(piece(p.out));  // only dout is read again
   }
 #pragma unroll
   for (int i = 0; i < kRowPasses; ++i) {
-    const int64_t row = first_row + i * kStep;
-    const int index = static_cast<int>(row / kBlock);
+    const int row = first_row + i * kStep, index = first_block + row / kBlock;
     float delta = dot_bf16(dout[i].x, out[i].x) + dot_bf16(dout[i].y, out[i].y);
     delta += dot_bf16(dout[i].z, out[i].z) + dot_bf16(dout[i].w, out[i].w);
 #pragma unroll
     for (int lanes = kRowThreads / 2; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(~0u, delta, lanes);
     if (column > 0 || index >= blocks) continue;
     const Item item(index, p.q_blocks, p.heads);
-    const int query = item.block * kBlock + static_cast<int>(row % kBlock);
+    const int query = item.block * kBlock + row % kBlock;
     const bool exists = query < p.seq_q;
     if (exists && p.dlse != nullptr) delta -= __ldg(p.dlse + item.row(p) + query);
     float* g_rows = p.rows + static_cast<int64_t>(index) * 2 * kBlock + row % kBlock;
@@ -148,14 +166,16 @@ __device__ __forceinline__ void prepare_rows(const Params& p, int64_t first_row)
 }
 
 template <int kColumns>
-__global__ void __launch_bounds__(kPrepareThreads, 1) prepare_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kPrepareThreads, 2) prepare_kernel(const __grid_constant__ Params p) {
+  launch_dependents();
   const int cta = static_cast<int>(blockIdx.x), transposing = p.batch * p.heads * ranges(p.kv_blocks);
   const int64_t first = static_cast<int64_t>(cta) * kPrepareThreads + threadIdx.x;
   for (int64_t i = first; i < number_of_counters(p); i += int64_t{gridDim.x} * kPrepareThreads) p.counters[i] = 0;
   if (cta < transposing) {
     transpose(p, cta / ranges(p.kv_blocks), cta % ranges(p.kv_blocks) * kRange);
   } else {
-    prepare_rows<kColumns>(p, static_cast<int64_t>(cta - transposing) * rows_per_cta<kColumns>());
+    // The first rows last: L2 still has their dout when the gradients begin.
+    prepare_rows<kColumns>(p, int64_t{gridDim.x - 1 - blockIdx.x} * rows_per_cta<kColumns>());
   }
 }
 
