@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "ops/block_sparse/block_sparse_attn_bwd/plan.h"
 #include "ops/block_sparse/block_sparse_attn_fwd/plan.h"
 #include "ops/indexer/indexer_bwd/config.h"
 #include "ops/indexer/indexer_logits/config.h"
@@ -72,6 +73,26 @@ PYBIND11_MODULE(host_functions, m) {
     }
     return workers;
   });
+  // ((tiles of a buffer, buffers, bytes of a tile), (key items, query items, is first, is last part) of each unit, and
+  // in the order of work (is for keys, unit, head, block, first tile))
+  m.def_submodule("block_sparse_attn_bwd")
+      .def("work", [](int kv_heads, int kv_blocks, int query_blocks, int slots, int longest, int num_sms) {
+        using namespace dsa::block_sparse_attn_bwd;
+        const Plan plan = plan_work(kv_heads, kv_blocks, query_blocks, slots, num_sms);
+        const Units units(plan, longest);
+        std::vector<py::tuple> sizes, order;
+        for (int i = 0; i < units.count(); ++i) {
+          sizes.push_back(
+              py::make_tuple(units.key_items(i), units.query_items(i), units.is_first_part(i), units.is_last_part(i)));
+        }
+        Work work;
+        for (int64_t place = 0; place < units.places(); ++place) {
+          if (!units.find(place, work)) continue;
+          const int tile = work.for_keys ? 0 : units.first_tile(work.unit, work.head, work.block);
+          order.push_back(py::make_tuple(work.for_keys, work.unit, work.head, work.block, tile));
+        }
+        return py::make_tuple(py::make_tuple(plan.capacity, plan.buffers, kPairBytes), sizes, order);
+      });
   m.def_submodule("listed_keys").def("threads", [](int columns, int heads) {
     return dsa::listed_keys::Config{columns, heads}.threads();
   });

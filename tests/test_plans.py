@@ -29,6 +29,70 @@ def test_pieces(host_functions: ModuleType, items: int, slots: int, num_sms: int
         assert ends[-1] == units
 
 
+@given(
+    kv_heads=st.integers(1, 12),
+    kv_blocks=st.integers(1, 60),
+    query_blocks=st.integers(1, 90),
+    slots=st.one_of(st.integers(1, 100), st.integers(1, 2**17)),
+    used=st.floats(0, 1),
+    num_sms=st.sampled_from((1, 132)),
+)
+def test_units(
+    host_functions: ModuleType, kv_heads: int, kv_blocks: int, query_blocks: int, slots: int, used: float, num_sms: int
+) -> None:
+    """Every item once, behind all that it waits for, and tiles that nobody else uses at that time."""
+    longest = int(used * slots)
+    work = host_functions.block_sparse_attn_bwd.work
+    (capacity, buffers, tile_bytes), units, order = work(kv_heads, kv_blocks, query_blocks, slots, longest, num_sms)
+    assert capacity * min(buffers, 3) * tile_bytes <= 2**31 or capacity == slots
+    assert buffers <= 3 or capacity * buffers * tile_bytes <= 2**31
+    left = {
+        (is_for_keys, unit): units[unit][not is_for_keys] for is_for_keys in (True, False) for unit in range(len(units))
+    }
+    units_of_block: dict[int, int] = {}
+    queries = set()
+    tiles: dict[int, set[int]] = {}
+    last_units: dict[tuple[int, int], int] = {}  # of gradients of keys
+    for is_for_keys, unit, head, block, tile in order:
+        assert 0 <= head < kv_heads
+        left[is_for_keys, unit] -= 1
+        if is_for_keys:
+            assert 0 <= block < kv_blocks
+            assert unit < buffers or left[False, unit - buffers] == 0, "the tiles of this buffer are still needed"
+            if not units[unit][2]:
+                assert last_units[head, block] == unit - 1, "the part before this one comes first"
+            if not (units[unit][2] and units[unit][3]):
+                assert unit == units_of_block.get(block, -1) + 1, "all parts of the heads before it as well"
+                units_of_block[block] = unit
+            last_units[head, block] = unit
+        else:
+            assert 0 <= block < query_blocks
+            assert left[True, unit] == 0, "not all tiles are stored"
+            assert (head, block) not in queries
+            queries.add((head, block))
+            assert tile // capacity == (tile + max(1, longest) - 1) // capacity == unit % buffers
+            assert tile not in tiles.setdefault(unit, set())
+            assert all(abs(tile - other) >= longest for other in tiles[unit])
+            tiles[unit].add(tile)
+    assert not any(left.values())
+    assert len(queries) == kv_heads * query_blocks
+    assert len(last_units) == kv_heads * kv_blocks
+    assert all(units[unit][3] for unit in last_units.values())
+
+
+def test_units_of_a_video(host_functions: ModuleType) -> None:
+    """12 heads of 364 blocks."""
+
+    def shape(slots: int, longest: int) -> tuple[int, int, int]:
+        sizes, units, _ = host_functions.block_sparse_attn_bwd.work(12, 364, 364, slots, longest, 132)
+        return sizes[0], sizes[1], len(units)
+
+    assert shape(36, 36) == (364 * 36, 4, 12)
+    assert shape(182, 182) == (364 * 182, 3, 12)
+    assert shape(360, 360) == (87381, 3, 24), "two parts of a head"
+    assert shape(364, 36) == (87381, 3, 12), "lists with many free slots"
+
+
 def test_a_config_for_every_shape(host_functions: ModuleType) -> None:
     shapes = itertools.product([(576, 512), (512, 512)], [64, 32, 16])
     assert sorted(host_functions.sparse_mla_fwd.configs) == sorted((*dims, heads) for dims, heads in shapes)

@@ -27,6 +27,19 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
                : "memory");
 }
 
+// The L2 policy that createpolicy.fractional.L2::evict_first makes: for data that is read once, which is then evicted
+// before other data.
+inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+
+// The same with the L2 hint evict_first
+__device__ __forceinline__ void bulk_load_once(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
+      : "memory");
+}
+
 // cp.async.bulk, shared to global: `bytes` and both addresses are multiples of 16
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
@@ -44,10 +57,9 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap* map, c
       : "memory");
 }
 
-// The same with the L2 hint evict_first, for data that is read once: it is evicted before other data.
+// The same with the L2 hint evict_first
 __device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap* map, const HeadTile& at,
                                               uint64_t* barrier) {
-  constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // the policy that createpolicy.fractional.L2::evict_first makes
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(shared)),

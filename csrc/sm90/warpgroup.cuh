@@ -95,4 +95,7 @@ __device__ __forceinline__ bool any_of_warpgroup(int barrier, bool predicate) {
 // before later accesses of the async proxy (wgmma, TMA)
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// fence.proxy.async of global memory: the same for ordinary writes that bulk copies read
+__device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 }  // namespace dsa::sm90

@@ -35,16 +35,23 @@ __device__ __forceinline__ void transpose_in_quads(Piece& piece, int lane) {
   }
 }
 
-// Stores a warpgroup's 64-row fp32 accumulator fragment, rounded to bf16, as 64-column chunks from `chunk` on.
+// Stores a warpgroup's 64-row fp32 accumulator fragment, rounded to bf16, as 64-column chunks from `chunk` on. This
+// thread addresses `row`, where row thread / 32 * 16 + thread % 16 of the fragment goes, and 16-byte piece
+// thread / 16 % 2 of each two.
 template <int kColumns, class Accumulator>
-__device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumulator& r, int thread) {
-  const int row = thread / 32 * 16 + thread % 16, piece = thread / 16 % 2;
+__device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumulator& r, int row, int piece) {
 #pragma unroll
   for (int i = 0; i < kColumns / 16; ++i) {
     store_matrices(chunk + i / 4 * 64 * kSwizzleRowBytes + swizzled_offset(row, i % 4 * 2 + piece),
                    pack_bf16(r(8 * i), r(8 * i + 1)), pack_bf16(r(8 * i + 2), r(8 * i + 3)),
                    pack_bf16(r(8 * i + 4), r(8 * i + 5)), pack_bf16(r(8 * i + 6), r(8 * i + 7)));
   }
+}
+
+// The same, rows in order.
+template <int kColumns, class Accumulator>
+__device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumulator& r, int thread) {
+  store_accumulators<kColumns>(chunk, r, thread / 32 * 16 + thread % 16, thread / 16 % 2);
 }
 
 // Stores the same fragment unrounded to global memory, in rows that are `stride` elements apart.

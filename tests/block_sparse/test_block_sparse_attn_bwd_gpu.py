@@ -44,6 +44,15 @@ def check(x: BlockInputs, sm_scale: float | None = None, sizes: bool = True, wit
     return list(gradients)
 
 
+def check_same_gradients(x: BlockInputs, index: Tensor, number: Tensor) -> None:
+    """Other lists of the same blocks in the same order have the same gradients."""
+    expected = check(x)
+    dout, dlse = upstream(x)
+    out, lse = FORWARD(x.q, x.k, x.v, *x.lists())
+    gradients = OP(dout, x.q, x.k, x.v, out, lse, index, number, x.kv_block_size, None, dlse)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("sizes", [False, True])
 @pytest.mark.parametrize(
@@ -58,6 +67,8 @@ def check(x: BlockInputs, sm_scale: float | None = None, sizes: bool = True, wit
         {"n_q": 5000, "n_kv": 5000, "slots": 40, "batch": 2},
         {"n_q": 2048, "n_kv": 9000, "slots": 8, "heads": 12, "kv_heads": 3},
         {"n_q": 6300, "n_kv": 300, "slots": 1, "heads": 8, "kv_heads": 1},
+        # Nine units of heads, in four buffers.
+        {"n_q": 1280, "n_kv": 1280, "slots": 5, "heads": 140, "kv_heads": 140},
     ],
 )
 def test_values(shape: dict[str, int], sizes: bool, dim: int) -> None:
@@ -68,6 +79,45 @@ def test_values(shape: dict[str, int], sizes: bool, dim: int) -> None:
 def test_many_rounds(seed: int) -> None:
     """Shared-memory rings with few slots wrap around many times, with blocks of every size."""
     check(make_gpu(n_q=12800, n_kv=3000, slots=7 + seed, heads=4, dim=128, seed=seed))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"n_q": 6400, "n_kv": 300, "slots": 900, "heads": 2, "kv_heads": 2},  # two parts of each head
+        {"n_q": 2500, "n_kv": 1000, "slots": 900, "heads": 6, "kv_heads": 2},  # parts that begin within a query head
+        {"n_q": 12800, "n_kv": 200, "slots": 1800, "heads": 1, "kv_heads": 1},  # five parts, in three buffers
+    ],
+)
+def test_lists_of_a_head_that_do_not_fit(shape: dict[str, int], dim: int) -> None:
+    """The listed blocks may be far from each other: slots between them name no block."""
+    used = 8
+    x = make_gpu(**{**shape, "slots": used}, dim=dim)
+    is_used = torch.arange(used, device="cuda") < x.q2k_num[..., None]
+    index = x.q2k_index.new_full((*x.q2k_num.shape, shape["slots"]), -1)
+    step = shape["slots"] // used
+    index[..., shape["slots"] - 1 - (used - 1) * step :: step] = x.q2k_index.where(is_used, -1)
+    check_same_gradients(x, index, torch.full_like(x.q2k_num, shape["slots"]))
+
+
+def test_long_lists_of_a_head_that_do_not_fit() -> None:
+    check(make_gpu(n_q=2500, n_kv=1000, slots=900, heads=6, kv_heads=2, dim=64))
+
+
+@pytest.mark.parametrize("slots", [1, 5, 9, 16, 17])
+def test_free_slots(slots: int) -> None:
+    """Many free slots change nothing."""
+    x = make_gpu(n_q=2500, n_kv=1000, slots=slots, heads=6, dim=128)
+    free = torch.nn.functional.pad(x.q2k_index, (0, 3000), value=2)
+    check_same_gradients(x, free, x.q2k_num.clamp(max=slots))
+
+
+def test_a_block_that_every_query_lists() -> None:
+    x = make_gpu(n_q=6400, n_kv=6400, slots=4, heads=16, kv_heads=16, dim=128)
+    x.q2k_index[..., 0] = 0
+    x.q2k_num.fill_(4)
+    check(x)
 
 
 @pytest.mark.parametrize("sm_scale", [0.3, -0.05, 0.0])

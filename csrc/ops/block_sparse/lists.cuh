@@ -28,16 +28,21 @@ struct List {
   int count;
 };
 
+// Of a query block: where the ids of its list are, and their number.
+__device__ __forceinline__ const int* listed_ids(const Problem& p, const Item& item) {
+  return p.index + item.batch * p.index_stride_b + item.head * p.index_stride_h + item.block * p.index_stride_m;
+}
+__device__ __forceinline__ const int* listed_number(const Problem& p, const Item& item) {
+  return p.num + item.batch * p.num_stride_b + item.head * p.num_stride_h + item.block * p.num_stride_m;
+}
+
 // Run by one warp. Prefetches up to 1024 ids to L2 while the count is read, one cache line per lane.
 __device__ __forceinline__ List listed_blocks(const Problem& p, const Item& item) {
-  const int* g_ids =
-      p.index + item.batch * p.index_stride_b + item.head * p.index_stride_h + item.block * p.index_stride_m;
+  const int* g_ids = listed_ids(p, item);
   constexpr int kIdsPerLane = 128 / sizeof(int);
   const int lane = threadIdx.x % sm90::kWarpThreads;
   if (lane * kIdsPerLane < p.slots) sm90::prefetch_l2(g_ids + lane * kIdsPerLane);
-  const int count =
-      __ldg(p.num + item.batch * p.num_stride_b + item.head * p.num_stride_h + item.block * p.num_stride_m);
-  return {g_ids, max(0, min(count, p.slots))};
+  return {g_ids, max(0, min(__ldg(listed_number(p, item)), p.slots))};
 }
 
 // The number of keys of a block that are visible, its first ones; 0 for a block that does not exist.

@@ -61,12 +61,11 @@ __device__ __forceinline__ int own_barrier() {
   return 1 + sm90::recomputed(static_cast<int>(threadIdx.x)) / sm90::kWarpgroupThreads;
 }
 
-// Stores the accumulators of a block, rounded, to the rows from `position` on, staged in `tile`. The warpgroup may
-// release the tile after its thread 0 has waited for the store's reads.
-template <int kColumns, class Accumulators>
-__device__ __forceinline__ void store_block(const CUtensorMap* map, tiles::Bf16* tile, int head, int position,
-                                            int batch, const Accumulators& r_rows, int thread) {
-  tiles::store_accumulators<kColumns>(sm90::shared_address(tile), r_rows, thread);
+// Stores a tile that the warpgroup's threads have written to the rows from `position` on. The warpgroup may release the
+// tile after its thread 0 has waited for the store's reads.
+template <int kColumns>
+__device__ __forceinline__ void store_tile(const CUtensorMap* map, tiles::Bf16* tile, int head, int position, int batch,
+                                           int thread) {
   sm90::fence_async_proxy();
   sm90::sync_warpgroup(own_barrier());
   if (thread != 0) return;
@@ -76,6 +75,14 @@ __device__ __forceinline__ void store_block(const CUtensorMap* map, tiles::Bf16*
                     {chunk * tiles::kChunkColumns, head, 0, position, batch});
   }
   sm90::tma_store_commit();
+}
+
+// The same for the accumulators of a block, rounded, which are staged in `tile`.
+template <int kColumns, class Accumulators>
+__device__ __forceinline__ void store_block(const CUtensorMap* map, tiles::Bf16* tile, int head, int position,
+                                            int batch, const Accumulators& r_rows, int thread) {
+  tiles::store_accumulators<kColumns>(sm90::shared_address(tile), r_rows, thread);
+  store_tile<kColumns>(map, tile, head, position, batch, thread);
 }
 
 }  // namespace dsa::block_sparse

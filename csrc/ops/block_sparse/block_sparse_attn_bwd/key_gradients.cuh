@@ -1,100 +1,53 @@
-// dk and dv by blocks of keys: dv += P^T dout, dk += dS^T q over the query blocks that list them, for each head of the
-// group in turn (roles: streams.cuh). A stream holds its keys and values. Through its ring pass queries, dout and the
-// rows' bases and delta, then an end marker (mark), whose tiles stage dk and dv on their way to global memory.
+// dk and dv of a block of keys: dv += P^T dout, dk += dS^T q over the query blocks that list it, for each head of the
+// group in turn; and the tiles of dS for the gradients of queries.
 #pragma once
 
+#include "prepare.cuh"
 #include "sm90/math.cuh"
 #include "sm90/registers.cuh"
-#include "streams.cuh"
+#include "stream.cuh"
 
 namespace dsa::block_sparse_attn_bwd {
 
-template <int kColumns>
-struct KeyStream {
-  static constexpr int kSlots = 2 * 128 / kColumns;
-
-  struct Slot {
-    alignas(1024) Tile<kColumns> q, dout;
-  };
-
-  alignas(1024) Tile<kColumns> k, v;
-  Slot slots[kSlots];
-  alignas(16) float bases[kSlots][2][kBlock];  // bases, and delta
-  int item, queries, keys;  // block of keys, number of query blocks, number of valid keys; item is -1 at the end
-  uint64_t item_full, item_empty, full[kSlots], empty[kSlots];
-
-  __device__ __forceinline__ void init() {
-    barrier_init(&item_full, 1), barrier_init(&item_empty, kWarpgroupThreads);
-    for (int i = 0; i < kSlots; ++i) barrier_init(&full[i], 1), barrier_init(&empty[i], kWarpgroupThreads);
-  }
-};
-
-struct KeyMaps {
-  CUtensorMap q, dout, k, v, dk, dv;
-};
-
-template <int kColumns>
-__device__ __forceinline__ void copy_for_keys(KeyStream<kColumns>& shared, const Params& p, const KeyMaps& maps,
-                                              int lane) {
-  constexpr int kTileBytes = sizeof(Tile<kColumns>), kRowBytes = 2 * kBlock * sizeof(float);
-  Ring<KeyStream<kColumns>::kSlots> ring;
-  for (uint32_t parity = 0;; parity ^= 1) {
-    const int index = take(&p.taken[1], lane);
-    const bool is_last = index >= p.batch * p.kv_heads * p.kv_blocks;
-    const Item item(is_last ? 0 : index, p.kv_blocks, p.kv_heads);
-    const int group = p.heads / p.kv_heads;
-    const int first_head = item.head * group;
-    const int64_t first_list = static_cast<int64_t>(item.batch) * p.heads + first_head;
-    const auto offset_of = [&](int i) { return p.offsets + (first_list + i) * (p.kv_blocks + 1) + item.block; };
-    int queries = 0;
-    for (int i = 0; i < group; ++i) queries += __ldg(offset_of(i) + 1) - __ldg(offset_of(i));
-
-    wait(&shared.item_empty, parity ^ 1);
-    if (lane == 0) {
-      shared.item = is_last ? -1 : index, shared.queries = queries, shared.keys = valid_keys(p, item.block);
-      if (is_last) {
-        arrive(&shared.item_full);
-      } else {
-        arrive_and_expect(&shared.item_full, 2 * kTileBytes);
-        copy_block<kColumns>(shared.k, &maps.k, item.head, item.block * kBlock, item.batch, &shared.item_full);
-        copy_block<kColumns>(shared.v, &maps.v, item.head, item.block * kBlock, item.batch, &shared.item_full);
-      }
-    }
-    __syncwarp();
-    if (is_last) return;
-    for (int i = 0; i < group; ++i) {
-      const int64_t head_index = first_list + i;
-      const int* g_listing = p.listing + head_index * p.q_blocks * p.slots;
-      const int end = __ldg(offset_of(i) + 1);
-      for (int first = __ldg(offset_of(i)); first < end; first += kWarpThreads) {
-        const int block_of_lane = first + lane < end ? __ldg(g_listing + first + lane) : 0;
-        for (int from = 0; from < min(kWarpThreads, end - first); ++from) {
-          const int block = __shfl_sync(~0u, block_of_lane, from);
-          wait(&shared.empty[ring.slot], ring.parity ^ 1);
-          if (lane == 0) {
-            uint64_t* full = &shared.full[ring.slot];
-            auto& slot = shared.slots[ring.slot];
-            arrive_and_expect(full, 2 * kTileBytes + kRowBytes);
-            copy_block<kColumns>(slot.q, &maps.q, first_head + i, block * kBlock, item.batch, full);
-            copy_block<kColumns>(slot.dout, &maps.dout, first_head + i, block * kBlock, item.batch, full);
-            bulk_load(shared.bases[ring.slot], p.rows + (head_index * p.q_blocks + block) * 2 * kBlock, kRowBytes,
-                      full);
-          }
-          __syncwarp();
-          ring.advance();
-        }
-      }
-    }
-    wait(&shared.empty[ring.slot], ring.parity ^ 1);
-    if (lane == 0) arrive(&shared.full[ring.slot]);
-    __syncwarp();
-    ring.advance();
-  }
+// Converts a 64 x 64 accumulator fragment to an A operand of the next product.
+template <class Scores, class Fragment>
+__device__ __forceinline__ void to_operand(const Scores& r_s, Fragment& r_operand) {
+  auto& pairs = *reinterpret_cast<uint32_t (*)[sizeof(r_s) / 8]>(r_operand.data());
+#pragma unroll
+  for (int i = 0; i < r_s.size() / 2; ++i) pairs[i] = pack_bf16(r_s(2 * i), r_s(2 * i + 1));
 }
 
-template <int kColumns>
-__device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const Params& p, const KeyMaps& maps,
-                                             int thread) {
+// Calls use(g_values, i) for each four values of dk and dv, from value i on, with their place among the sums of a
+// block.
+template <class Sums, class Use>
+__device__ __forceinline__ void for_sums(float* g_sums, int block, const Sums& r_sums, int which, int thread,
+                                         const Use& use) {
+  auto* g_block =
+      reinterpret_cast<float4*>(g_sums) + (block * 2 + which) * int64_t{r_sums.size() / 4} * kWarpgroupThreads;
+#pragma unroll
+  for (int i = 0; i < r_sums.size(); i += 4) use(g_block + i / 4 * kWarpgroupThreads + thread, i);
+}
+
+// The sums of the parts of a head before this one, stored by another SM while this kernel runs.
+template <class Sums>
+__device__ __forceinline__ void load_sums(float* g_sums, int block, Sums& r_sums, int which, int thread) {
+  for_sums(g_sums, block, r_sums, which, thread, [&](const float4* g_values, int i) {
+    const float4 values = __ldcg(g_values);
+    r_sums(i) = values.x, r_sums(i + 1) = values.y, r_sums(i + 2) = values.z, r_sums(i + 3) = values.w;
+  });
+}
+
+template <class Sums>
+__device__ __forceinline__ void store_sums(float* g_sums, int block, const Sums& r_sums, int which, int thread) {
+  for_sums(g_sums, block, r_sums, which, thread, [&](float4* g_values, int i) {
+    __stcg(g_values, make_float4(r_sums(i), r_sums(i + 1), r_sums(i + 2), r_sums(i + 3)));
+  });
+}
+
+// One item. Its keys and values are in the present slot.
+template <int kColumns, class SlotWalk>
+__device__ __forceinline__ void compute_keys(Stream<kColumns>& shared, SlotWalk& walk, const Params& p,
+                                             const Maps& maps, int thread) {
   using namespace cute;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   ScoreMmaFromShared score_mma;
@@ -125,53 +78,64 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
     multiply_add(row_mma, r_factors, r_rows, r_sum);
     warpgroup_commit_batch();
   };
-  Ring<KeyStream<kColumns>::kSlots> ring;
-  for (uint32_t parity = 0;; parity ^= 1) {
-    wait(&shared.item_full, parity);
-    const int index = shared.item, keys = shared.keys;
-    if (index < 0) break;
+  const int continued = shared.headers[walk.slot].value;
+  if (continued >= 0) {
+    load_sums(p.sums, continued, r_dk, 0, thread);
+    load_sums(p.sums, continued, r_dv, 1, thread);
+  } else {
     clear(r_dk);
     clear(r_dv);
-    for (int left = shared.queries; left > 0; --left) {
-      wait(&shared.full[ring.slot], ring.parity);
-      auto& slot = shared.slots[ring.slot];
-      // For this lane's columns, eight apart.
-      const auto* bases = reinterpret_cast<const float2*>(shared.bases[ring.slot][0]) + lane % 4;
-      const auto* delta = reinterpret_cast<const float2*>(shared.bases[ring.slot][1]) + lane % 4;
-      multiply_rows(shared.k, slot.q, r_s);
-      multiply_rows(shared.v, slot.dout, r_dp);
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(r_s);
+  }
+  auto& held = shared.slots[walk.slot];
+  walk.hold();
+  for (;;) {
+    wait(&shared.full[walk.slot], walk.parity());
+    if (shared.headers[walk.slot].kind == kEnd) break;
+    auto& slot = shared.slots[walk.slot];
+    // For this lane's columns, eight apart.
+    const auto* bases = reinterpret_cast<const float2*>(shared.bases[walk.slot][0]) + lane % 4;
+    const auto* delta = reinterpret_cast<const float2*>(shared.bases[walk.slot][1]) + lane % 4;
+    multiply_rows(held.rows, slot.rows, r_s);
+    multiply_rows(held.factors, slot.factors, r_dp);
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(r_s);
 #pragma unroll
-      for (int i = 0; i < r_s.size(); i += 4) {
-        const float2 base_pair = bases[i];
+    for (int i = 0; i < r_s.size(); i += 4) {
+      const float2 base_pair = bases[i];
 #pragma unroll
-        for (int j = i; j < i + 4; ++j) {
-          const float base = j % 2 ? base_pair.y : base_pair.x;
-          r_s(j) = base == kMissingBase ? 0.f : exp2_fast(fmaf(r_s(j), scale_log2, base));
-        }
+      for (int j = i; j < i + 4; ++j) {
+        const float base = j % 2 ? base_pair.y : base_pair.x;
+        r_s(j) = base == kMissingBase ? 0.f : exp2_fast(fmaf(r_s(j), scale_log2, base));
       }
-      to_operand(r_s, r_p);
-      add_product(r_p, slot.dout, r_dv);
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(r_dp);
-#pragma unroll
-      for (int i = 0; i < r_s.size(); i += 4) {
-        const float2 delta_pair = delta[i];
-#pragma unroll
-        for (int j = i; j < i + 4; ++j) r_s(j) *= r_dp(j) - (j % 2 ? delta_pair.y : delta_pair.x);
-      }
-      to_operand(r_s, r_ds);
-      add_product(r_ds, slot.q, r_dk);
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(r_dv);
-      warpgroup_fence_operand(r_dk);
-      arrive(&shared.empty[ring.slot]);
-      ring.advance();
     }
-    arrive(&shared.item_empty);
-    const Item item(index, p.kv_blocks, p.kv_heads);
-    const int position = item.block * kBlock;
+    to_operand(r_s, r_p);
+    add_product(r_p, slot.factors, r_dv);
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(r_dp);
+#pragma unroll
+    for (int i = 0; i < r_s.size(); i += 4) {
+      const float2 delta_pair = delta[i];
+#pragma unroll
+      for (int j = i; j < i + 4; ++j) r_s(j) *= r_dp(j) - (j % 2 ? delta_pair.y : delta_pair.x);
+    }
+    to_operand(r_s, r_ds);
+    char* g_tile = p.gradients + static_cast<int64_t>(shared.headers[walk.slot].value) * kPairBytes;
+    store_score_gradients(g_tile, r_ds, recomputed(thread));
+    add_product(r_ds, slot.rows, r_dk);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(r_dv);
+    warpgroup_fence_operand(r_dk);
+    arrive(&shared.empty[walk.slot]);
+    walk.advance();
+  }
+  arrive(&shared.empty[walk.held()]);
+  const Header& end = shared.headers[walk.slot];
+  const int unit = end.unit, keys = end.keys, head = end.head, position = end.position, batch = end.batch;
+  const int summed_block = end.block;
+  if (end.value) {
+    store_sums(p.sums, summed_block, r_dk, 0, thread);
+    store_sums(p.sums, summed_block, r_dv, 1, thread);
+  } else {
 #pragma unroll
     for (int i = 0; i < r_dk.size(); ++i) r_dk(i) *= p.sm_scale;
     // Rows of invalid keys hold arbitrary products.
@@ -182,29 +146,19 @@ __device__ __forceinline__ void compute_keys(KeyStream<kColumns>& shared, const 
         if (i / 2 % 2 * 8 >= left) r_dk(i) = r_dv(i) = 0.f;
       }
     }
-    wait(&shared.full[ring.slot], ring.parity);
-    auto& mark = shared.slots[ring.slot];
-    store_block<kColumns>(&maps.dk, mark.q, item.head, position, item.batch, r_dk, thread);
-    store_block<kColumns>(&maps.dv, mark.dout, item.head, position, item.batch, r_dv, thread);
-    if (thread == 0) tma_store_wait_read();
-    arrive(&shared.empty[ring.slot]);
-    ring.advance();
+    auto& stage = shared.slots[walk.slot];
+    store_block<kColumns>(&maps.dk, stage.rows, head, position, batch, r_dk, thread);
+    store_block<kColumns>(&maps.dv, stage.factors, head, position, batch, r_dv, thread);
   }
-}
-
-template <int kColumns>
-__global__ void __launch_bounds__(kThreads, 1)
-    key_gradients_kernel(const __grid_constant__ Params p, const __grid_constant__ KeyMaps maps) {
-  extern __shared__ __align__(1024) char shared_bytes[];
-  auto& streams = *reinterpret_cast<KeyStream<kColumns>(*)[kStreams]>(shared_bytes);
-  if (threadIdx.x == 0) {
-    for (auto& stream : streams) stream.init();
-    fence_barrier_init();
+  fence_async_proxy_global();  // tiles of dS are read by bulk copies
+  sync_warpgroup(own_barrier());
+  if (thread == 0) {
+    if (summed_block >= 0) set_done(p.units_summed(summed_block), unit + 1);
+    count_done(p.keys_done(unit));
+    tma_store_wait_read();
   }
-  __syncthreads();
-  run_roles(
-      streams, [&](auto& stream, int thread) { compute_keys<kColumns>(stream, p, maps, thread); },
-      [&](auto& stream, int lane) { copy_for_keys<kColumns>(stream, p, maps, lane); });
+  arrive(&shared.empty[walk.slot]);
+  walk.end_item();
 }
 
 }  // namespace dsa::block_sparse_attn_bwd

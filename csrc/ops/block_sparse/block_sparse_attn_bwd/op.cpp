@@ -45,10 +45,19 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attn_bwd(Tensor dout, Tensor q, 
 
   Params params{problem_of(inputs, call)};
   const int64_t lists = q.size(0) * q.size(1);
+  const int kv_heads = params.batch * params.kv_heads, group = params.heads / params.kv_heads;
+  params.plan = plan_work(kv_heads, params.kv_blocks, group * params.q_blocks, params.slots, call.num_sms);
+  const Units units(params.plan, params.slots);
+  params.max_units = units.count();
   Tensor rows = empty({lists, params.q_blocks, 2, kBlock}, ScalarType::Float, call.index);
   Tensor offsets = empty({lists, params.kv_blocks + 1}, ScalarType::Int, call.index);
   Tensor listing = empty({lists, params.q_blocks, params.slots}, ScalarType::Int, call.index);
-  Tensor taken = empty({2}, ScalarType::Int, call.index);
+  Tensor longest = empty({lists}, ScalarType::Int, call.index);
+  Tensor gradients =
+      empty({params.plan.buffers, params.plan.capacity, kBlock, kBlock}, ScalarType::BFloat16, call.index);
+  const int64_t summed_blocks = units.has_parts() ? params.kv_blocks : 0;
+  Tensor sums = empty({summed_blocks, 2, kBlock, params.columns}, ScalarType::Float, call.index);
+  Tensor counters = empty({number_of_counters(params)}, ScalarType::Int, call.index);
   params.dout = heads_of(dout);
   params.out = heads_of(out);
   params.dq = heads_of(dq);
@@ -59,7 +68,11 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attn_bwd(Tensor dout, Tensor q, 
   params.rows = static_cast<float*>(rows.data_ptr());
   params.offsets = static_cast<int*>(offsets.data_ptr());
   params.listing = static_cast<int*>(listing.data_ptr());
-  params.taken = static_cast<int*>(taken.data_ptr());
+  params.longest = static_cast<int*>(longest.data_ptr());
+  params.gradients = static_cast<char*>(gradients.data_ptr());
+  params.sums = static_cast<float*>(sums.data_ptr());
+  params.counters = static_cast<int*>(counters.data_ptr());
+  params.next_place = static_cast<unsigned long long*>(counters.data_ptr());
   call.check(launch(params, call.stream()));
   return {dq, dk, dv};
 }
