@@ -74,6 +74,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             "indexer_bwd",
         )
     )
+    paged_shapes = (1 + 3 * 2) * 2  # heads, beyond 8 with products of 64 and of 128 rows, x columns
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # heads x columns
     select_shapes = 2 * (2 + 2)  # dtypes x CTAs that hold their part of a row or that filter it
     selection = ("UBLKCP", "ATOMS", "REDUX")
@@ -113,10 +114,10 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             ("HGMMA", *scoring),
         ),
         "indexer_logits_paged/launch_fp8": Kernels(
-            "indexer_logits_paged_kernel.*e4m3", logits_shapes, paged.threads, ("QGMMA", "UTMALDG", "UBLKCP", "SYNCS")
+            "indexer_logits_paged_kernel.*e4m3", paged_shapes, paged.threads, ("QGMMA", "UTMALDG", "UBLKCP", "SYNCS")
         ),
         "indexer_logits_paged/launch_bf16": Kernels(
-            "indexer_logits_paged_kernel.*bfloat16", logits_shapes, paged.threads, ("HGMMA", "UTMALDG", "SYNCS")
+            "indexer_logits_paged_kernel.*bfloat16", paged_shapes, paged.threads, ("HGMMA", "UTMALDG", "SYNCS")
         ),
         # Results are ids, or slots of a cache.
         "topk_select/launch_ids": Kernels("topk_select_kernel.*Lb0E", select_shapes, select.threads, selection),

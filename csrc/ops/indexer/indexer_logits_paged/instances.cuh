@@ -7,9 +7,9 @@
 
 namespace dsa::indexer_logits_paged {
 
-template <class Element, int kRowBytes, int kHeads>
+template <class Element, int kRowBytes, int kHeads, int kPassRows>
 const char* launch_config(const Params& p, cudaStream_t stream) {
-  constexpr Config kC{kRowBytes, kHeads};
+  constexpr Config kC{kRowBytes, kHeads, kPassRows};
   static_assert(kC.stages() >= 2 * kMathWarpgroups);
   constexpr int kElementBytes = sizeof(Element), kChunkColumns = kC.chunk_bytes() / kElementBytes;
   CUtensorMap q_map, k_map;
@@ -27,21 +27,29 @@ const char* launch_config(const Params& p, cudaStream_t stream) {
   }
   constexpr int kBytes = sizeof(SharedStorage<Element, kC>);
   static_assert(kBytes <= kMaxSharedBytes);
-  return launch_kernel<indexer_logits_paged_kernel<Element, kRowBytes, kHeads>>(p.device, unsigned(p.num_sms), kThreads,
-                                                                                kBytes, stream, p, q_map, k_map);
+  return launch_kernel<indexer_logits_paged_kernel<Element, kRowBytes, kHeads, kPassRows>>(
+      p.device, unsigned(p.num_sms), kThreads, kBytes, stream, p, q_map, k_map);
+}
+
+template <class Element, int kRowBytes, int kHeads>
+const char* launch_passes(const Params& p, cudaStream_t stream) {
+  if constexpr (pass_rows_for(kMaxQueries * kHeads) > 64) {
+    if (pass_rows_for(p.queries * kHeads) > 64) return launch_config<Element, kRowBytes, kHeads, 128>(p, stream);
+  }
+  return launch_config<Element, kRowBytes, kHeads, 64>(p, stream);
 }
 
 template <class Element, int kRowBytes>
 const char* launch_heads(const Params& p, cudaStream_t stream) {
   switch (p.heads) {
     case 8:
-      return launch_config<Element, kRowBytes, 8>(p, stream);
+      return launch_passes<Element, kRowBytes, 8>(p, stream);
     case 16:
-      return launch_config<Element, kRowBytes, 16>(p, stream);
+      return launch_passes<Element, kRowBytes, 16>(p, stream);
     case 32:
-      return launch_config<Element, kRowBytes, 32>(p, stream);
+      return launch_passes<Element, kRowBytes, 32>(p, stream);
     default:
-      return launch_config<Element, kRowBytes, 64>(p, stream);
+      return launch_passes<Element, kRowBytes, 64>(p, stream);
   }
 }
 

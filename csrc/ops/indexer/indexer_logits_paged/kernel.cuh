@@ -3,17 +3,19 @@
 //
 // Warp specialization. Who does what:
 //
-//   role      warps            registers  does                                       waits on    signals
-//   multiply  warpgroups 0-3   112        scores of a tile, 64 keys of one page,     tile_full,  tile_empty
-//                                         with all queries of its sequence; logits   q_full
-//   feed      warp 16          32         loads Q of each sequence, its tiles and    tile_empty  q_full, tile_full
-//                                         their scales                                           (by TMA)
-//   clean     warps 17-19      32         writes -inf after the last tile of each
-//                                         sequence; bounds of the queries
+//   role      warps            does                                            waits on     signals
+//   multiply  warpgroups 0-2   scores of a tile, 64 keys of one page, with     tile_full,   tile_empty
+//                              all queries of its sequence; logits             q_full
+//   feed      warps 12-14      each loads the tiles of a warpgroup, and        tile_empty,  tile_full (by TMA),
+//                              their scales                                    q_full       q_empty
+//   query     warp 15          loads Q of each sequence, its weights and       q_empty      q_full (by TMA)
+//                              lengths; then writes -inf after the last tile
+//                              of each sequence, and bounds of the queries
 //
 // The tiles of all sequences form one long list, of which each persistent CTA takes an equal run; the table and the
 // lengths are read on the device. The ring of tiles is what hides the latency of memory. A tile belongs to one multiply
-// warpgroup: warpgroup w takes tiles w, w + 4, .. of the CTA's run. Each logit is computed as in indexer_logits.
+// warpgroup, and to the warp that feeds it: warpgroup w takes tiles w, w + 3, .. of the CTA's run. Each logit is
+// computed as in indexer_logits.
 #pragma once
 
 #include <cuda.h>
@@ -47,14 +49,15 @@ struct alignas(16) Tile {
 
 template <class Element, Config kC>
 struct SharedStorage {
-  static constexpr int kElements = kC.matrix_bytes() / sizeof(Element);
-  alignas(1024) Element q[kC.q_slots()][kC.max_passes()][kElements];
-  alignas(1024) Element keys[kC.stages()][kElements];
+  alignas(1024) Element q[kC.q_slots()][kC.max_passes()][kC.pass_bytes() / sizeof(Element)];
+  alignas(1024) Element keys[kC.stages()][kC.tile_bytes() / sizeof(Element)];
   alignas(16) float scales[kIsFp8<Element> ? kC.stages() : 1][kTileKeys];
+  // For each 16 rows of Q, four words for each lane of a quad, as sum_heads takes them.
+  alignas(16) float weights[kC.q_slots()][kC.max_rows()];
   Tile tiles[kC.stages()];
   int lengths[kC.q_slots()][kMaxQueries];
   indexer_logits::RunStorage<kThreads> plan;  // items are sequences
-  alignas(8) uint64_t q_full[kC.q_slots()], tile_full[kC.stages()], tile_empty[kC.stages()];
+  alignas(8) uint64_t q_full[kC.q_slots()], q_empty[kC.q_slots()], tile_full[kC.stages()], tile_empty[kC.stages()];
 };
 
 // How many keys a query sees.
@@ -88,41 +91,80 @@ __device__ __forceinline__ int block_of(const Params& p, int sequence, int tile)
   return block < p.blocks ? max(block, -1) : -1;
 }
 
-// Loads tiles in the order of the run. Used by one warp.
+// Calls `visit(sequence, ordinal, first, end)` for tiles [first, end) of each sequence in a CTA's run.
+template <class Visit>
+__device__ __forceinline__ void walk(const indexer_logits::Run& run, const Params& p, Visit visit) {
+  int skip = run.skip, ordinal = 0;
+  int64_t left = run.units;
+  for (int sequence = run.item; left > 0 && sequence < p.batch; ++sequence, skip = 0) {
+    const int units = extent_of(p, sequence).units(), end = static_cast<int>(min(int64_t{units}, skip + left));
+    left -= end - skip;
+    const int first = max(skip - 1, 0);
+    if (first < end - 1) visit(sequence, ordinal++, first, end - 1);
+  }
+}
+
+// Passes over the rows of Q of a sequence.
+template <Config kC>
+__device__ __forceinline__ int passes_of(const Params& p) {
+  return kC.max_passes() == 1 ? 1 : (p.queries * kC.heads + kC.pass_rows - 1) / kC.pass_rows;
+}
+
+// Loads Q of each sequence, its weights and the lengths of its queries. Run by one warp.
+template <class Element, Config kC>
+__device__ __forceinline__ void load_queries(SharedStorage<Element, kC>& shared, const Params& p,
+                                             const CUtensorMap& q_map) {
+  constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element), kSlots = kC.q_slots();
+  const int lane = threadIdx.x % 32, passes = passes_of<kC>(p);
+  walk(shared.plan.run, p, [&](int sequence, int ordinal, int, int) {
+    const int slot = ordinal % kSlots;
+    if (ordinal >= kSlots) wait(&shared.q_empty[slot], (ordinal / kSlots - 1) & 1);
+    if (lane == 0) {
+      expect_bytes(&shared.q_full[slot], passes * kC.pass_bytes());
+      for (int i = 0; i < passes * kC.chunks(); ++i) {
+        const int pass = i / kC.chunks(), column = i % kC.chunks() * kChunkColumns;
+        tma_load(shared.q[slot][pass] + kC.pass_rows * column, &q_map,
+                 {column, 0, 0, pass * kC.pass_queries(), sequence}, &shared.q_full[slot]);
+      }
+    }
+    if (lane < p.queries) shared.lengths[slot][lane] = length_of(p, sequence, lane);
+#pragma unroll 4
+    for (int row = lane; row < passes * kC.pass_rows; row += 32) {
+      const int query = row / kC.heads, value = row / 8 * 2 + row % 2;
+      float weight = 0;
+      if (query < p.queries) {
+        weight = p.weights[(int64_t{sequence} * p.queries + query) * p.weights_stride + row % kC.heads];
+      }
+      shared.weights[slot][row / 16 * 16 + row % 8 / 2 * 4 + value % 4] =
+          indexer_logits::is_doubled<Element>(value) ? 0.5f * weight : weight;
+    }
+    __syncwarp();
+    if (lane == 0) arrive(&shared.q_full[slot]);
+  });
+}
+
+// Loads the tiles of one warpgroup. Used by one warp.
 template <class Element, Config kC>
 struct Feeder {
   static constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element), kQSlots = kC.q_slots();
-  static constexpr int kStages = kC.stages();
+  static constexpr int kStages = kC.stages(), kOwnStages = kStages / kMathWarpgroups;
   SharedStorage<Element, kC>& shared;
   const Params& p;
-  const CUtensorMap &q_map, &k_map;
+  const CUtensorMap& k_map;
+  int warpgroup;
   Ring<kStages> ring;
-  int issued = 0;  // tiles
+  int issued = 0;  // of the warpgroup's tiles
 
-  // Waits until the warpgroups have released the run's first `count` tiles. Each releases its own in order, so its last
-  // one is enough; and what had a stage's former content has been waited for when the stage was filled again.
-  __device__ __forceinline__ void wait_until_released(int count) {
-    for (int i = max(0, max(count - kMathWarpgroups, issued - kStages)); i < count; ++i) {
-      wait(&shared.tile_empty[i % kStages], i / kStages & 1);
+  // Says that the warpgroup no longer uses the slot of Q of a sequence, when it has released its first `count` tiles.
+  // It releases them in order, and what had a stage's former content has been waited for when the stage was filled
+  // again. The wait for the slot's present Q keeps this warp from being a phase ahead of the others.
+  __device__ __forceinline__ void release_queries(int ordinal, int count) {
+    const int slot = ordinal % kQSlots, last = count - 1;
+    wait(&shared.q_full[slot], (ordinal / kQSlots - 1) & 1);
+    if (last >= max(0, issued - kOwnStages)) {
+      wait(&shared.tile_empty[warpgroup + last % kOwnStages * kMathWarpgroups], last / kOwnStages & 1);
     }
-  }
-
-  // Q of a sequence and the lengths of its queries. Called by all lanes; `released` tiles used the slot or were before
-  // those that did.
-  __device__ __forceinline__ void load_queries(int sequence, int slot, int released) {
-    const int lane = threadIdx.x % 32;
-    if (lane == 0) wait_until_released(released);
-    __syncwarp();
-    if (lane < p.queries) shared.lengths[slot][lane] = length_of(p, sequence, lane);
-    __syncwarp();
-    if (lane != 0) return;
-    const int passes = (p.queries * kC.heads + kPassRows - 1) / kPassRows;
-    arrive_and_expect(&shared.q_full[slot], passes * kC.matrix_bytes());
-    for (int i = 0; i < passes * kC.chunks(); ++i) {
-      const int pass = i / kC.chunks(), column = i % kC.chunks() * kChunkColumns;
-      tma_load(shared.q[slot][pass] + kPassRows * column, &q_map, {column, 0, 0, pass * kC.pass_queries(), sequence},
-               &shared.q_full[slot]);
-    }
+    arrive(&shared.q_empty[slot]);
   }
 
   // Called by one lane.
@@ -136,7 +178,7 @@ struct Feeder {
       return;
     }
     constexpr bool kFp8 = kIsFp8<Element>;
-    arrive_and_expect(&shared.tile_full[slot], kC.matrix_bytes() + (kFp8 ? keys * int{sizeof(float)} : 0));
+    arrive_and_expect(&shared.tile_full[slot], kC.tile_bytes() + (kFp8 ? keys * int{sizeof(float)} : 0));
     for (int c = 0; c < kC.chunks(); ++c) {
       tma_load(shared.keys[slot] + c * kTileKeys * kChunkColumns, &k_map, {c * kChunkColumns, first, 0, block, 0},
                &shared.tile_full[slot]);
@@ -148,34 +190,37 @@ struct Feeder {
     }
   }
 
-  // Tiles [first, end) of a sequence. Called by all lanes.
+  // Every third tile of a sequence, from `first` on. Called by all lanes.
   __device__ __forceinline__ void load_tiles(int sequence, int ordinal, int first, int end) {
-    const int lane = threadIdx.x % 32;
+    constexpr int kStep = 32 * kMathWarpgroups;
+    const int own = first + static_cast<int>(threadIdx.x % 32) * kMathWarpgroups;
     const auto read_table = [&](int tile) { return tile < end ? block_of(p, sequence, tile) : -1; };
-    int blocks = read_table(first + lane);
-    for (int begin = first; begin < end; begin += 32) {
-      const int next = read_table(begin + 32 + lane);
-      for (int i = 0; i < min(32, end - begin); ++i, ring.advance(), ++issued) {
-        const int block = __shfl_sync(~0u, blocks, i);
-        if (lane == 0) load_tile(sequence, ordinal, begin + i, block);
+    int blocks = read_table(own);
+    for (int begin = first; begin < end; begin += kStep) {
+      const int next = read_table(own + (begin - first) + kStep);
+      int lane = 0;
+      for (int tile = begin; tile < min(end, begin + kStep); tile += kMathWarpgroups, ++lane) {
+        const int block = __shfl_sync(~0u, blocks, lane);
+        if (threadIdx.x % 32 == 0) load_tile(sequence, ordinal, tile, block);
+        ring.advance(kMathWarpgroups);
+        ++issued;
       }
       blocks = next;
     }
   }
 
   __device__ __forceinline__ void run() {
-    int skip = shared.plan.run.skip, ordinal = 0, previous_begin = 0;
-    int64_t left = shared.plan.run.units;
-    for (int sequence = shared.plan.run.item; left > 0 && sequence < p.batch; ++sequence, skip = 0) {
-      const int units = extent_of(p, sequence).units(), end = static_cast<int>(min(int64_t{units}, skip + left));
-      left -= end - skip;
-      const int first = max(skip - 1, 0);
-      if (first >= end - 1) continue;
-      load_queries(sequence, ordinal % kQSlots, kQSlots == 1 ? issued : previous_begin);
+    const bool leader = threadIdx.x % 32 == 0;
+    ring.advance(warpgroup);
+    int turn = warpgroup;  // whose is the first tile of the sequence: warpgroup `turn` tiles before this one's
+    int previous_begin = 0;
+    walk(shared.plan.run, p, [&](int sequence, int ordinal, int first, int end) {
+      if (leader && ordinal >= kQSlots) release_queries(ordinal, kQSlots == 1 ? issued : previous_begin);
       previous_begin = issued;
-      load_tiles(sequence, ordinal++, first, end - 1);
-    }
-    for (int i = 0; i < kMathWarpgroups && threadIdx.x % 32 == 0; ++i, ring.advance()) {
+      load_tiles(sequence, ordinal, first + turn, end);
+      turn = (turn + kMathWarpgroups - (end - first) % kMathWarpgroups) % kMathWarpgroups;
+    });
+    if (leader) {
       wait(&shared.tile_empty[ring.slot], ring.parity ^ 1);
       shared.tiles[ring.slot].sequence = -1;
       arrive(&shared.tile_full[ring.slot]);
@@ -184,10 +229,11 @@ struct Feeder {
 };
 
 // Writes -inf to the columns after the last tile of each sequence, and the bounds of the queries where these are
-// wanted. Run by `threads` threads in whole warps; `thread` is this one's index.
-__device__ __forceinline__ void clean(const Params& p, int thread, int threads) {
-  const int64_t rows = int64_t{p.batch} * p.queries, first = int64_t{blockIdx.x} * threads + thread;
-  for (int64_t row = first; p.bounds != nullptr && row < rows; row += gridDim.x * threads) {
+// wanted. Run by one warp.
+__device__ __forceinline__ void clean(const Params& p) {
+  const int lane = threadIdx.x % 32;
+  const int64_t rows = int64_t{p.batch} * p.queries, first = int64_t{blockIdx.x} * 32 + lane;
+  for (int64_t row = first; p.bounds != nullptr && row < rows; row += gridDim.x * 32) {
     p.bounds[row] = 0;
     p.bounds[rows + row] = length_of(p, static_cast<int>(row / p.queries), static_cast<int>(row % p.queries));
   }
@@ -197,26 +243,15 @@ __device__ __forceinline__ void clean(const Params& p, int thread, int threads) 
     const int keys = extent_of(p, sequence).keys, in_page = keys % p.page;
     const int covered = keys - in_page + min(p.page, (in_page + kTileKeys - 1) / kTileKeys * kTileKeys);
     const int begin = max(part, covered), end = min(p.columns, part + kCleanColumns);
-    for (int query = 0; query < p.queries; ++query) {
+    const int whole = min(end, (begin + 3) / 4 * 4), whole_end = max(whole, end / 4 * 4);  // rows are 16-byte aligned
+    for (int query = 0; query < p.queries && begin < end; ++query) {
       float* g_row = p.logits + (int64_t{sequence} * p.queries + query) * p.logits_stride;
-      for (int column = begin + thread; column < end; column += threads) g_row[column] = -INFINITY;
+      for (int column = whole + 4 * lane; column < whole_end; column += 4 * 32) {
+        *reinterpret_cast<float4*>(g_row + column) = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+      }
+      if (begin + lane < whole) g_row[begin + lane] = -INFINITY;
+      if (whole_end + lane < end) g_row[whole_end + lane] = -INFINITY;
     }
-  }
-}
-
-// A lane's weights for a pass, as sum_heads takes them.
-template <class Element, int kHeads>
-__device__ __forceinline__ void load_weights(const Params& p, int sequence, int pass, float (&weights)[kPassRows / 4]) {
-#pragma unroll
-  for (int i = 0; i < kPassRows / 4; i += 2) {
-    const int column = column_in_row(i, threadIdx.x % 32), query = pass * (kPassRows / kHeads) + column / kHeads;
-    float2 pair{};
-    if (query < p.queries) {
-      const int64_t row = int64_t{sequence} * p.queries + query;
-      pair = *reinterpret_cast<const float2*>(p.weights + row * p.weights_stride + column % kHeads);
-    }
-    weights[i] = indexer_logits::is_doubled<Element>(i) ? 0.5f * pair.x : pair.x;
-    weights[i + 1] = indexer_logits::is_doubled<Element>(i + 1) ? 0.5f * pair.y : pair.y;
   }
 }
 
@@ -225,10 +260,11 @@ template <class Element, Config kC>
 __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, const Params& p, int thread) {
   using namespace cute;
   constexpr int kColumns = kC.row_bytes / sizeof(Element), kPassQueries = kC.pass_queries(), kQSlots = kC.q_slots();
+  constexpr int kRows = kC.pass_rows;
   using Atom = std::conditional_t<kC.chunk_bytes() == 128, GMMA::Layout_K_SW128_Atom<Element>,
                                   GMMA::Layout_K_SW64_Atom<Element>>;
   using Mma = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kPassRows>, Int<32 / int(sizeof(Element))>>,
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kRows>, Int<32 / int(sizeof(Element))>>,
                            GMMA::Major::K, GMMA::Major::K>()));
   const int lane = thread % 32, warp = thread / 32 % 4;
   Mma mma;
@@ -236,18 +272,19 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
   // Descriptors of all operands.
   const Tensor r_q = slice.partition_fragment_B(
       make_tensor(make_smem_ptr(shared.q[0][0]),
-                  tile_to_shape(Atom{}, Shape<Int<kPassRows>, Int<kColumns>, Int<kC.q_matrices()>>{})));
+                  tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kColumns>, Int<kQSlots * kC.max_passes()>>{})));
   const Tensor r_keys = slice.partition_fragment_A(make_tensor(
       make_smem_ptr(shared.keys[0]), tile_to_shape(Atom{}, Shape<Int<kTileKeys>, Int<kColumns>, Int<kC.stages()>>{})));
-  Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kPassRows>>{});
+  Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kRows>>{});
 
   // Of the sums of a warp's 16 keys, a lane ends up with one key, for every other query; for one query, half of the
   // lanes do.
   const int upper = lane >> 1 & 1, odd = lane & 1;
   const int lane_key = warp * 16 + upper * 8 + lane / 4;
-  const int passes = (p.queries * kC.heads + kPassRows - 1) / kPassRows;
+  const int passes = passes_of<kC>(p);
   int ordinal = -1;
-  float weights[kPassRows / 4];
+  float* g_lane = nullptr;  // where the first of the lane's queries has the lane's first key
+  float weights[kRows / 4];
   Ring<kC.stages()> ring;
   for (ring.advance(cutlass::canonical_warp_group_idx());; ring.advance(kMathWarpgroups)) {
     wait(&shared.tile_full[ring.slot], ring.parity);
@@ -258,11 +295,22 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
     const bool is_stored = lane_key < abs(tile.keys) && key < p.columns;
     float scale = 1;
     if constexpr (kIsFp8<Element>) scale = shared.scales[ring.slot][lane_key];
-    if (is_new) wait(&shared.q_full[q_slot], tile.ordinal / kQSlots & 1);
-    ordinal = tile.ordinal;
+    if (is_new) {
+      wait(&shared.q_full[q_slot], tile.ordinal / kQSlots & 1);
+      g_lane = p.logits + (int64_t{tile.sequence} * p.queries + odd) * p.logits_stride + lane_key;
+      ordinal = tile.ordinal;
+    }
+    float* g_logit = g_lane + tile.first_key;
 #pragma unroll 1
     for (int pass = 0; pass < passes; ++pass) {
-      if (is_new || passes > 1) load_weights<Element, kC.heads>(p, tile.sequence, pass, weights);
+      if (is_new || passes > 1) {
+#pragma unroll
+        for (int i = 0; i < kRows / 4; i += 4) {
+          const int row = pass * kRows + i * 4 + lane % 4 * 4;
+          const auto four = *reinterpret_cast<const float4*>(shared.weights[q_slot] + row);
+          weights[i] = four.x, weights[i + 1] = four.y, weights[i + 2] = four.z, weights[i + 3] = four.w;
+        }
+      }
       warpgroup_fence_operand(r_s);
       warpgroup_arrive();
       tiles::multiply(mma, r_keys(_, 0, _, ring.slot), r_q(_, 0, _, q_slot * kC.max_passes() + pass), r_s(_, 0, 0));
@@ -271,10 +319,8 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       warpgroup_fence_operand(r_s);
 
       float key_sums[kPassQueries];
-      indexer_logits::sum_heads<Element, kC.heads, kPassRows>(r_s, weights, upper, key_sums);
+      indexer_logits::sum_heads<Element, kC.heads, kRows>(r_s, weights, upper, key_sums);
       const int first_query = pass * kPassQueries;
-      const int64_t row = int64_t{tile.sequence} * p.queries + first_query + odd;
-      float* g_logit = p.logits + row * p.logits_stride + key;
 #pragma unroll
       for (int i = 0; i < kPassQueries; i += 2, g_logit += 2 * p.logits_stride) {
         const float other = key_sums[min(i + 1, kPassQueries - 1)];
@@ -291,17 +337,20 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
   }
 }
 
-template <class Element, int kRowBytes, int kHeads>
+template <class Element, int kRowBytes, int kHeads, int kPassRows>
 __global__ void __launch_bounds__(kThreads, 1)
     indexer_logits_paged_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
                                 const __grid_constant__ CUtensorMap k_map) {
-  constexpr Config kC{kRowBytes, kHeads};
+  constexpr Config kC{kRowBytes, kHeads, kPassRows};
   extern __shared__ __align__(1024) char shared_bytes_[];
   auto& shared = *reinterpret_cast<SharedStorage<Element, kC>*>(shared_bytes_);
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&k_map);
-    for (int i = 0; i < kC.q_slots(); ++i) barrier_init(&shared.q_full[i], 1);
+    for (int i = 0; i < kC.q_slots(); ++i) {
+      barrier_init(&shared.q_full[i], 1);
+      barrier_init(&shared.q_empty[i], kMathWarpgroups);
+    }
     for (int i = 0; i < kC.stages(); ++i) {
       barrier_init(&shared.tile_full[i], 1);
       barrier_init(&shared.tile_empty[i], kWarpsPerWarpgroup);
@@ -312,13 +361,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x < kMathThreads) {
     multiply(shared, p, threadIdx.x);
+    return;
+  }
+  const int warp = (threadIdx.x - kMathThreads) / 32;
+  if (warp < kMathWarpgroups) {
+    Feeder<Element, kC>{shared, p, k_map, warp}.run();
   } else {
-    const int thread = threadIdx.x - kMathThreads;
-    if (thread < 32) {
-      Feeder<Element, kC>{shared, p, q_map, k_map}.run();
-    } else {
-      clean(p, thread - 32, 96);
-    }
+    load_queries(shared, p, q_map);
+    clean(p);
   }
 }
 
