@@ -192,6 +192,8 @@ def test_gradients_of_large_scores_are_finite(op: str, size: float) -> None:
     assert all(result.isfinite().all() for result in results)
     check(op, results, args)
     for i in range(2):
+        if not results[i].any():  # how sums of scores are rounded depends on the machine: all exp(score - lse) may be 0
+            continue
         wrong = [result.clone() for result in results]
         wrong[i].view(-1)[int(wrong[i].abs().argmax())] = math.inf
         with pytest.raises(AssertionError, match="elements with the wrong one of finite"):
