@@ -36,7 +36,7 @@ def run(rank: int, name: str, folder: str) -> None:
         for (n, expected), (_, got) in zip(*(model.named_parameters() for model in models), strict=True):
             if "self_attn" in n:
                 gradient = got.grad.full_tensor() if isinstance(got.grad, DTensor) else got.grad
-                atol = 1e-4 * float(expected.grad.abs().max())
+                atol = 1e-3 * float(expected.grad.abs().max())  # a score may round across the 0 of relu
                 torch.testing.assert_close(gradient, expected.grad, rtol=1e-3, atol=atol, msg=n)
     finally:
         dist.destroy_process_group()
