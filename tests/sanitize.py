@@ -145,6 +145,7 @@ def sparse_mla_fwd() -> None:
     for args in attention_args():
         checked("sparse_mla_fwd", **args)
     checked("sparse_mla_fwd", **with_sink(args))
+    checked("sparse_mla_max_fwd", **with_sink(args), inf_if_empty=True)
 
 
 def attn_dist() -> None:

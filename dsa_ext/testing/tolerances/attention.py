@@ -213,6 +213,21 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
     return [_output(out, parts, rounded), _lse(lse, parts)]
 
 
+def sparse_mla_max_fwd(args: dict[str, Any]) -> list[Expected]:
+    out, lse = sparse_mla_fwd({name: value for name, value in args.items() if name != "inf_if_empty"})
+    args = wide(args)
+    value, limit = torch.empty_like(lse.value), torch.empty_like(lse.value)
+    for chunk in sparse_mla.query_chunks(args["q"], args["kv"], args["indices"], visible_slots(args)):
+        s = scores_of(chunk.q, chunk.keys, chunk.visible, scale_of(args))
+        value[:, chunk.queries] = s.scores.amax(-1).flatten(2)
+        limit[:, chunk.queries] = s.resolution.flatten(2)
+    if args["inf_if_empty"]:
+        lse.value = lse.value.masked_fill(value == -torch.inf, torch.inf)
+    limit += (LSE_RELATIVE * value.abs()).clamp(min=LSE_ABSOLUTE).nan_to_num(0, 0, 0)
+    top = Expected("max_logits", value, bound=limit, noise=limit, similarity=None, free=lse.free, loose=lse.loose)
+    return [out, lse, top]
+
+
 def wide_with_lse(args: dict[str, Any]) -> dict[str, Any]:
     """The arguments in float64, an fp32 `lse` with the margin that the operators add to it."""
     lse, args = args["lse"], wide(args)
