@@ -7,6 +7,7 @@ from dsa_ext._native import __version__, build_info
 from dsa_ext.functional.block_sparse import *  # noqa: F403
 from dsa_ext.functional.fp8 import *  # noqa: F403
 from dsa_ext.functional.indexer import *  # noqa: F403
+from dsa_ext.functional.indexer_paged import *  # noqa: F403
 from dsa_ext.functional.mhc import *  # noqa: F403
 from dsa_ext.functional.sparse_mla import *  # noqa: F403
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import dsa_ext  # noqa: F401
 from dsa_ext.testing.calls import FP8, ORDINARY, Args, with_forward
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN
+from dsa_ext.testing.paged_inputs import PagedInputs, poisoned
 from dsa_ext.testing.tolerances import check
 
 SIZES = (1e-40, 1e-30, 1e-10, 1e4, 1e10, 1e18, 3e38)
@@ -45,6 +46,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gated_fusion_bwd": [{"dim": 128}],
     "indexer_logits": [{"dtype": FP8}, {"heads": 64, "dim": 128}, {"dtype": FP8, "heads": 64, "dim": 128, "seq": 70}],
     "indexer_topk": [{"dtype": FP8}, {"heads": 64, "dim": 128}, {"dtype": FP8, "heads": 64, "dim": 128, "s_kv": 9000}],
+    "indexer_logits_paged": [{"dtype": FP8}, {"heads": 64, "dim": 128}, {"dtype": FP8, "heads": 64, "dim": 128}],
+    "indexer_topk_paged": [{"dtype": FP8}, {"dtype": FP8, "heads": 64, "dim": 128, "keys": 9000}],
     "indexer_logits_bwd": [{"heads": 64, "dim": 128, "seq": 70, "s_kv": 300}],
     "indexer_scores": [{"heads": 64, "dim": 128, "s_kv": 300, "slots": 200}],
     "indexer_scores_bwd": [{"heads": 64, "dim": 128, "s_kv": 300, "slots": 200}],
@@ -291,6 +294,15 @@ def hidden_indexer(args: Args) -> Iterator[Case]:
         yield Case("NaN in a key that is seen", {**clean, "k": spoiled_rows(clean["k"], 1, math.nan)}, spreads=True)
 
 
+def hidden_paged(args: Args) -> Iterator[Case]:
+    names = ("q", "k_cache", "weights", "context_lens", "block_table")
+    inputs = PagedInputs(**{name: args[name] for name in names})
+    yield Case("NaN in keys that no query sees", args, {**args, "k_cache": poisoned(inputs).k_cache})
+    if "topk" not in args and inputs.k_cache.is_floating_point():
+        seen = spoiled_rows(inputs.k_cache, int(inputs.block_table[0, 0]), math.nan)
+        yield Case("NaN in a block that is seen", {**args, "k_cache": seen}, spreads=True)
+
+
 def hidden_lists(args: Args) -> Iterator[Case]:
     k, indices = args["k"], args["indices"].clone()
     half = len(k) // 2
@@ -350,6 +362,8 @@ HIDDEN: dict[str, Callable[[Args], Iterator[Case]]] = {
     "indexer_logits": hidden_indexer,
     "indexer_logits_bwd": hidden_indexer,
     "indexer_topk": hidden_indexer,
+    "indexer_logits_paged": hidden_paged,
+    "indexer_topk_paged": hidden_paged,
     "indexer_scores": hidden_lists,
     "indexer_scores_bwd": hidden_lists,
     "indexer_loss": hidden_loss,

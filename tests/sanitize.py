@@ -36,6 +36,7 @@ from dsa_ext.testing.inputs import (
     strided_copy,
     strided_rows,
 )
+from dsa_ext.testing.paged_inputs import make_paged_inputs
 from dsa_ext.testing.progress import Progress
 from dsa_ext.testing.tolerances import check, check_selected
 
@@ -63,6 +64,8 @@ SPARSE_MLA = (
 TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17004, 100), (1, 70001, 2048))
 # (S, S_kv, K): one of each, all selected, several blocks of queries, many keys. Every kernel variant runs one of them.
 INDEXER = ((1, 1, 1), (5, 200, 300), (130, 300, 64), (3, 9000, 500))
+# (N, keys, page): one key, several pages, pages of several tiles. Every kernel variant runs one of them.
+INDEXER_PAGED = ((1, 1, 64), (2, 700, 64), (6, 300, 4), (3, 1000, 192))
 # (S, S_kv, K): one slot, several tiles, several queries per CTA. Every kernel variant runs one of them.
 INDEXER_TRAINING = ((1, 1, 1), (5, 200, 300), (150, 300, 129))
 # (queries, keys, slots): one slot, several blocks of queries, many slots.
@@ -205,6 +208,17 @@ def indexer() -> None:
         )
 
 
+def indexer_paged() -> None:
+    for i, (dtype, heads, dim) in enumerate(itertools.product((FP8, BF16), (8, 16, 32, 64), (64, 128))):
+        queries, keys, page = INDEXER_PAGED[(i + i // 4) % len(INDEXER_PAGED)]
+        inputs = make_paged_inputs(3, queries, keys, heads, dim, page, dtype=dtype, spare=0)
+        inputs.context_lens[1:] = torch.tensor([keys // 2, 0])
+        inputs.block_table[0, -1] = INT32_MAX
+        checked("indexer_logits_paged", **vars(inputs), max_len=keys + 3)
+        call("indexer_logits_paged", {**vars(inputs), "clean": False})
+        checked("indexer_topk_paged", **vars(inputs), topk=70, return_slots=bool(i % 2))
+
+
 def indexer_training() -> None:
     for i, (heads, dim) in enumerate(itertools.product((8, 16, 32, 64), (64, 128))):
         shape = seq, s_kv, topk = INDEXER_TRAINING[i % len(INDEXER_TRAINING)]
@@ -327,6 +341,7 @@ PARTS: dict[str, Callable[[], None]] = {
         attn_dist,
         topk_select,
         indexer,
+        indexer_paged,
         indexer_training,
         indexer_packed,
         indexer_loss,

@@ -268,6 +268,8 @@ CAST = {
     "attn_dist": ("q", "kv"),
     "indexer_logits": ("q", "k"),
     "indexer_topk": ("q", "k"),
+    "indexer_logits_paged": ("q", "k_cache"),
+    "indexer_topk_paged": ("q", "k_cache"),
     "indexer_scores": ("q", "k"),
     "indexer_dense_loss": ("q", "k", "main_q", "main_kv"),
     "block_sparse_attn_fwd": ("q", "k", "v"),

@@ -26,7 +26,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-EXACT = {"topk_select", "indexer_topk", "block_select", "act_quant"}
+EXACT = {"topk_select", "indexer_topk", "indexer_topk_paged", "block_select", "act_quant"}
 #: Results with few elements, whose similarity is not tested; the terms of dh_res nearly cancel.
 FEW = {"d_sink", "loss", "dalpha", "dbias", "lse", "dh_res"}
 
@@ -140,10 +140,11 @@ EMPTY = [
     *(
         (op, {size: 0})
         for op in ORDINARY
-        if op.startswith(("indexer_logits", "indexer_sc"))
+        if op.startswith(("indexer_logits", "indexer_sc")) and not op.endswith("_paged")
         for size in ("seq", "s_kv")
     ),
     *((op, {"slots": 0}) for op in ("indexer_scores", "indexer_scores_bwd", "indexer_loss")),
+    *((op, {"keys": 0}) for op in ("indexer_logits_paged", "indexer_topk_paged")),
     *(("indexer_topk", {size: 0}) for size in ("seq", "s_kv")),
     ("indexer_dense_loss", {"seq": 0}),
     ("indexer_loss", {"rows": 0}),

@@ -60,7 +60,16 @@ def indexer_logits(
     return result
 
 
-def topk_select(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+def topk_select(
+    logits: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    topk: int,
+    *,
+    page_table: Tensor | None = None,
+    page_size: int = 64,
+    row_to_sequence: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Ids of the largest logits of each row, in ascending order: the token selection of DeepSeek-V3.2.
 
     Row r selects among the columns starts[r] <= t < ends[r] whose logit is neither NaN nor -inf: the `topk` largest,
@@ -73,11 +82,18 @@ def topk_select(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tupl
         starts: first column of each row [R], int32.
         ends: one past the last column of each row [R], int32.
         topk: number of columns to select, from 1 to 4096. It may exceed C.
+        page_table: pages of a cache that hold each sequence's tokens [B, pages], int32. If given, the result has slots
+            of the cache in place of ids, in the order of the ids: page_table[b, t // page_size] * page_size + t %
+            page_size for column t of sequence b. A selected column whose page is negative or not in the table, or whose
+            slot exceeds int32, has slot -1.
+        page_size: tokens per page.
+        row_to_sequence: the sequence of each row [R], int32; a row of no sequence in [0, B) has slots -1. By default
+            each of the B sequences has R / B consecutive rows.
 
     Returns:
-        indices [R, topk], int32: ascending along a row, then -1 if fewer could be selected; and values [R, topk] in
-        the dtype of logits: the logit of each id, -inf where the id is -1. Neither is differentiable: to train the
-        model that produced the logits, recompute them at the selected ids.
+        indices [R, topk], int32: ascending along a row (of ids), then -1 if fewer could be selected; and values
+        [R, topk] in the dtype of logits: the logit of each selected column, then -inf. Neither is differentiable: to
+        train the model that produced the logits, recompute them at the selected ids.
 
     Raises:
         RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
@@ -85,7 +101,9 @@ def topk_select(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tupl
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.dsa.topk_select.default(logits, starts, ends, topk)
+    result: tuple[Tensor, Tensor] = torch.ops.dsa.topk_select.default(
+        logits, starts, ends, topk, page_table, page_size, row_to_sequence
+    )
     return result
 
 

@@ -50,12 +50,11 @@ def _check_tensors(a: Args, dtype: torch.dtype | tuple[torch.dtype, ...]) -> Non
     check_tensor(a.op, "weights", a.weights, compute_dtype(a.q), S=seq, Hi=heads)
 
 
-def _check_heads(a: Args) -> None:
-    _, heads, dim = a.q.shape
+def check_heads(op: str, heads: int, dim: int) -> None:
     if heads not in HEADS:
-        fail(a.op, f"q's heads must be 8, 16, 32 or 64, got {heads}")
+        fail(op, f"q's heads must be 8, 16, 32 or 64, got {heads}")
     if dim not in DIMS:
-        fail(a.op, f"q's head dimension must be 64 or 128, got {dim}")
+        fail(op, f"q's head dimension must be 64 or 128, got {dim}")
 
 
 def _check_bounded(a: Args, k_scale: Tensor | None = None) -> None:
@@ -70,7 +69,7 @@ def _check_bounded(a: Args, k_scale: Tensor | None = None) -> None:
         check_tensor(a.op, "k_scale", k_scale, torch.float32, S_kv=a.k.shape[0])
     elif k_scale is not None:
         fail(a.op, f"k_scale must be None when q is {dtype_name(a.q.dtype)}, got {describe(k_scale)}")
-    _check_heads(a)
+    check_heads(a.op, *a.q.shape[1:])
     check_same_device(a.op, "q", a.q, k=a.k, weights=a.weights, **bounds, k_scale=k_scale)
 
 
@@ -89,7 +88,7 @@ def _check_bounded_bwd(a: Args) -> None:
 def _check_unbounded(a: Args) -> None:
     """Checks shared by the operators without bounds."""
     _check_tensors(a, differentiable_dtype(a.q))
-    _check_heads(a)
+    check_heads(a.op, *a.q.shape[1:])
     check_same_device(a.op, "q", a.q, k=a.k, weights=a.weights)
 
 
@@ -146,7 +145,7 @@ def _matmul(a: Args, keys: int) -> int:
 Operator(
     f"indexer_logits({_BOUNDED}, Tensor? k_scale=None, bool clean=True, bool deterministic=False) -> Tensor",
     check=lambda a: _check_bounded(a, a.k_scale),
-    fake=lambda a: empty_logits(a.q, a.k),
+    fake=lambda a: empty_logits(a.q, a.q.shape[0], a.k.shape[0]),
     reference=reference.indexer_logits,
     autograd=_LogitsFunction,
     cast=("q", "k"),
@@ -181,14 +180,14 @@ Operator(
 # ---- selection
 
 
-def _check_topk(a: Args) -> None:
+def check_topk(a: Args) -> None:
     if a.topk < 1 or a.topk > MAX_TOPK:
         fail(a.op, f"topk must be from 1 to {MAX_TOPK}, got {a.topk}")
 
 
 def _check_indexer_topk(a: Args) -> None:
     _check_bounded(a, a.k_scale)
-    _check_topk(a)
+    check_topk(a)
 
 
 def _check_select(a: Args) -> None:
@@ -196,27 +195,48 @@ def _check_select(a: Args) -> None:
     check_tensor(a.op, "logits", a.logits, dtype, R=None, C=None)
     for name in ("starts", "ends"):
         check_tensor(a.op, name, getattr(a, name), torch.int32, R=a.logits.shape[0])
-    _check_topk(a)
-    check_same_device(a.op, "logits", a.logits, starts=a.starts, ends=a.ends)
+    check_topk(a)
+    _check_page_table(a)
+    tables = {"page_table": a.page_table, "row_to_sequence": a.row_to_sequence}
+    check_same_device(a.op, "logits", a.logits, starts=a.starts, ends=a.ends, **tables)
 
 
-def _fake_selection(rows: Tensor, topk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    shape = (rows.shape[0], topk)
-    return rows.new_empty(shape, dtype=torch.int32), rows.new_empty(shape, dtype=dtype)
+def _check_page_table(a: Args) -> None:
+    if a.page_table is None:
+        if a.row_to_sequence is not None:
+            fail(a.op, f"row_to_sequence must be None without page_table, got {describe(a.row_to_sequence)}")
+        return
+    rows = a.logits.shape[0]
+    check_tensor(a.op, "page_table", a.page_table, torch.int32, B=None, pages=None)
+    if a.page_size < 1 or a.page_size >= 2**31:
+        fail(a.op, f"page_size must be from 1 to 2^31 - 1, got {a.page_size}")
+    if a.row_to_sequence is not None:
+        check_tensor(a.op, "row_to_sequence", a.row_to_sequence, torch.int32, R=rows)
+        return
+    sequences = a.page_table.shape[0]
+    if rows % sequences != 0 if sequences > 0 else rows > 0:
+        expected = f"int32 [B, pages] with a B that divides R={rows}, or row_to_sequence given"
+        fail(a.op, f"page_table must be {expected}, got {describe(a.page_table)}")
+
+
+def fake_selection(like: Tensor, rows: int, topk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = (rows, topk)
+    return like.new_empty(shape, dtype=torch.int32), like.new_empty(shape, dtype=dtype)
 
 
 Operator(
     f"indexer_topk({_BOUNDED}, SymInt topk, Tensor? k_scale=None) -> (Tensor indices, Tensor values)",
     check=_check_indexer_topk,
-    fake=lambda a: _fake_selection(a.q, a.topk, compute_dtype(a.q)),
+    fake=lambda a: fake_selection(a.q, a.q.shape[0], a.topk, compute_dtype(a.q)),
     reference=reference.indexer_topk,
     cast=("q", "k"),
     flops=lambda a: _matmul(a, a.k[0]),
 )
 Operator(
-    "topk_select(Tensor logits, Tensor starts, Tensor ends, SymInt topk) -> (Tensor indices, Tensor values)",
+    "topk_select(Tensor logits, Tensor starts, Tensor ends, SymInt topk, Tensor? page_table=None, "
+    "SymInt page_size=64, Tensor? row_to_sequence=None) -> (Tensor indices, Tensor values)",
     check=_check_select,
-    fake=lambda a: _fake_selection(a.logits, a.topk, a.logits.dtype),
+    fake=lambda a: fake_selection(a.logits, a.logits.shape[0], a.topk, a.logits.dtype),
     reference=reference.topk_select,
 )
 

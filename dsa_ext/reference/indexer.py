@@ -30,10 +30,9 @@ def runs(rows: int, row_elements: int) -> Iterator[slice]:
         yield slice(i * step, (i + 1) * step)
 
 
-def empty_logits(q: Tensor, k: Tensor) -> Tensor:
-    """Uninitialized logits [S, S_kv]. In fp32 their rows start 16-byte aligned, as topk_select requires on a GPU."""
-    s_kv = k.shape[0]
-    return q.new_empty_strided((q.shape[0], s_kv), ((s_kv + 3) // 4 * 4, 1), dtype=compute_dtype(q))
+def empty_logits(q: Tensor, rows: int, columns: int) -> Tensor:
+    """Uninitialized logits [rows, columns] of queries q. In fp32 their rows start 16-byte aligned."""
+    return q.new_empty_strided((rows, columns), ((columns + 3) // 4 * 4, 1), dtype=compute_dtype(q))
 
 
 def indexer_logits(
@@ -53,7 +52,7 @@ def indexer_logits(
     s_kv = k.shape[0]
     dtype = compute_dtype(q)
     keys = k.to(dtype).mT
-    logits = empty_logits(q, k)
+    logits = empty_logits(q, seq, s_kv)
     for run in runs(seq, heads * s_kv):
         scores = (q[run].to(dtype) @ keys).relu_()  # [s, Hi, S_kv]
         sums = (weights[run, None] @ scores)[:, 0]
@@ -99,7 +98,15 @@ def indexer_logits_bwd(
     return dq, dk.to(k.dtype), dweights
 
 
-def topk_select(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+def topk_select(
+    logits: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    topk: int,
+    page_table: Tensor | None = None,
+    page_size: int = 64,
+    row_to_sequence: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """See :func:`dsa_ext.topk_select` for the arguments. Takes any dtype, strides and topk."""
     rows, columns = logits.shape
     indices = logits.new_full((rows, topk), -1, dtype=torch.int32)
@@ -114,7 +121,23 @@ def topk_select(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> tupl
         empty = best == columns
         indices[run, :count] = best.masked_fill(empty, -1).int()
         values[run, :count] = row.gather(1, best.masked_fill(empty, 0)).masked_fill(empty, -torch.inf)
+    if page_table is not None:
+        indices = cache_slots(indices, page_table, page_size, row_to_sequence)
     return indices, values
+
+
+def cache_slots(ids: Tensor, page_table: Tensor, page_size: int, row_to_sequence: Tensor | None) -> Tensor:
+    """The slots of a paged cache that hold the tokens `ids` [R, topk] of each row's sequence: -1 for a negative id, one
+    that no page of the table holds, and a slot that is negative or above the largest int32."""
+    rows, (sequences, pages) = len(ids), page_table.shape
+    if row_to_sequence is None:
+        row_to_sequence = torch.arange(rows, device=ids.device) // max(1, rows // max(1, sequences))
+    sequence, page = row_to_sequence[:, None].long(), ids.long() // page_size
+    known = (sequence >= 0) & (sequence < sequences) & (page >= 0) & (page < pages)
+    entries = torch.cat([page_table.flatten(), page_table.new_full((1,), -1)])
+    entry = entries[torch.where(known, sequence * pages + page, sequences * pages)].long()
+    slot = entry * page_size + ids % page_size
+    return torch.where((entry >= 0) & (slot < 2**31), slot, -1).int()
 
 
 def indexer_topk(

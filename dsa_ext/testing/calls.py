@@ -10,6 +10,7 @@ from dsa_ext._public import functions_of
 from dsa_ext.ops import OPERATORS
 from dsa_ext.testing.block_inputs import make_block_inputs, make_heads
 from dsa_ext.testing.inputs import make_indexer_inputs, make_inputs
+from dsa_ext.testing.paged_inputs import make_paged_inputs
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 Args = dict[str, Any]
@@ -114,6 +115,18 @@ def indexer_dense_loss(seq: int = 9, s_kv: int = 20, heads: int = 8, dim: int = 
 def topk_select(rows: int = 9, columns: int = 72) -> Args:
     ends = torch.full((rows,), columns, dtype=torch.int32)
     return {"logits": _normal(rows, columns), "starts": torch.zeros_like(ends), "ends": ends, "topk": 16}
+
+
+def indexer_logits_paged(dtype: torch.dtype = BF16, keys: int = 150, heads: int = 8, dim: int = 64) -> Args:
+    args = vars(make_paged_inputs(3, 2, keys, heads, dim, dtype=dtype))
+    lengths = torch.tensor([keys, keys // 2, 1], dtype=torch.int32)
+    return {**args, "context_lens": lengths, "max_len": keys + 20}
+
+
+def indexer_topk_paged(dtype: torch.dtype = BF16, keys: int = 150, heads: int = 8, dim: int = 64) -> Args:
+    args = indexer_logits_paged(dtype, keys, heads, dim)
+    del args["max_len"]
+    return {**args, "topk": 16}
 
 
 def block_select() -> Args:

@@ -102,6 +102,29 @@ SELECTING_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"ends": torch.zeros(S).long()}, "ends must be int32 [R], got int64 [4]"),
     ({"ends": torch.zeros(S + 1).int()}, "ends must be int32 [R=4], got int32 [5]"),
     *TOPK_ERRORS,
+    ({"page_table": torch.zeros(S, 2)}, "page_table must be int32 [B, pages], got float32 [4, 2]"),
+    ({"page_table": torch.zeros(S).int()}, "page_table must be int32 [B, pages], got int32 [4]"),
+    ({"page_table": torch.zeros(S, 2).int(), "page_size": 0}, "page_size must be from 1 to 2^31 - 1, got 0"),
+    (
+        {"page_table": torch.zeros(S, 2).int(), "page_size": 2**31},
+        "page_size must be from 1 to 2^31 - 1, got 2147483648",
+    ),
+    (
+        {"page_table": torch.zeros(3, 2).int()},
+        "page_table must be int32 [B, pages] with a B that divides R=4, or row_to_sequence given, got int32 [3, 2]",
+    ),
+    (
+        {"page_table": torch.zeros(0, 2).int()},
+        "page_table must be int32 [B, pages] with a B that divides R=4, or row_to_sequence given, got int32 [0, 2]",
+    ),
+    (
+        {"page_table": torch.zeros(3, 2).int(), "row_to_sequence": torch.zeros(3).int()},
+        "row_to_sequence must be int32 [R=4], got int32 [3]",
+    ),
+    (
+        {"row_to_sequence": torch.zeros(S).int()},
+        "row_to_sequence must be None without page_table, got int32 [4]",
+    ),
 ]
 
 

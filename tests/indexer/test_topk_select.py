@@ -14,6 +14,7 @@ from indexer_cases import FP8, S_KV, S, arguments, check_a_mix_of_devices, error
 from indexer_small import int32
 from torch import Tensor
 
+import dsa_ext
 from dsa_ext import reference
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, nasty_rows
 
@@ -85,6 +86,43 @@ def test_the_value_of_a_slot_is_the_entry_itself() -> None:
     indices, values = reference.topk_select(logits, int32(0), int32(5), 3)
     assert indices.tolist() == [[0, 1, 4]]
     assert values.signbit().tolist() == [[True, False, False]]
+
+
+def slot_of(token: int, table: list[list[int]], sequence: int, page_size: int) -> int:
+    if token < 0 or not 0 <= sequence < len(table) or token // page_size >= len(table[sequence]):
+        return -1
+    entry = table[sequence][token // page_size]
+    slot = entry * page_size + token % page_size
+    return slot if entry >= 0 and slot < 2**31 else -1
+
+
+TABLE = [[7, 0, 3, 9, 2, -1], [4, 4, INT32_MAX, 1, INT32_MIN, 5]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(page_size=st.integers(1, 7) | st.just(INT32_MAX), topk=st.integers(1, 50), seed=st.integers(0, 99))
+@pytest.mark.parametrize("to_sequence", [None, [1, -1, 0, 2, 1, INT32_MIN], [INT32_MAX, 0, 0, 1, 1, 0]])
+def test_slots_of_a_cache(to_sequence: list[int] | None, page_size: int, topk: int, seed: int) -> None:
+    logits = torch.stack(list(nasty_rows(40, seed).values())[:6])
+    bounds = int32(*[0] * 6), int32(*[40] * 6)
+    rows = None if to_sequence is None else int32(*to_sequence)
+    ids, values = dsa_ext.topk_select(logits, *bounds, topk)
+    paged = {"page_table": torch.tensor(TABLE, dtype=torch.int32), "page_size": page_size, "row_to_sequence": rows}
+    slots, same_values = dsa_ext.topk_select(logits, *bounds, topk, **paged)
+    sequences = [0, 0, 0, 1, 1, 1] if to_sequence is None else to_sequence
+    expected = [[slot_of(t, TABLE, s, page_size) for t in row] for row, s in zip(ids.tolist(), sequences, strict=True)]
+    assert slots.tolist() == expected
+    assert torch.equal(values, same_values)
+
+
+def test_slots_without_rows_sequences_or_pages() -> None:
+    none = torch.empty(0, 5), int32(), int32(), 3
+    for table in (torch.empty(0, 2), torch.empty(3, 0)):
+        assert dsa_ext.topk_select(*none, page_table=table.int())[0].shape == (0, 3)
+    some = torch.ones(2, 5), int32(0, 0), int32(5, 5), 3
+    slots, values = dsa_ext.topk_select(*some, page_table=torch.empty(2, 0).int())
+    assert slots.tolist() == [[-1] * 3] * 2
+    assert values.tolist() == [[1.0] * 3] * 2
 
 
 @pytest.mark.parametrize("call", [cpu, fake])

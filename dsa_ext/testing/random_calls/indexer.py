@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsa_ext import functional
 from dsa_ext.reference.indexer import inside
-from dsa_ext.testing.inputs import nasty_rows
+from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, nasty_rows
 from dsa_ext.testing.random_calls.call import (
     Args,
     Call,
@@ -96,7 +96,18 @@ def topk_select(draw: Draw) -> Args:
         logits = torch.stack(kinds)[draw.integers(0, len(kinds), rows).long()].to(dtype)
         draw.notes.append("nasty rows")
     starts, ends = (draw.view(bound, "free") for bound in draw.bounds(rows, columns))
-    return {"logits": draw.view(logits, "dense"), "starts": starts, "ends": ends, "topk": topk}
+    args = {"logits": draw.view(logits, "dense"), "starts": starts, "ends": ends, "topk": topk}
+    return args | _page_table(draw, rows, columns) if draw.chance(0.3) else args
+
+
+def _page_table(draw: Draw, rows: int, columns: int) -> Args:
+    page_size, sequences = draw.choice((64, 64, 1, 53, 576)), rows if draw.chance(0.5) else max(1, draw.size(9))
+    pages = -(-columns // page_size) // draw.choice((1, 1, 2))
+    low, high = draw.choice(((0, 2**24), (-2, 9), (INT32_MIN, INT32_MAX)))
+    table = draw.view(draw.integers(low, high, sequences, pages), "free")
+    draw.notes.append("page table")
+    to_sequence = None if rows == sequences else draw.view(draw.integers(-1, sequences + 1, rows), "free")
+    return {"page_table": table, "page_size": page_size, "row_to_sequence": to_sequence}
 
 
 def indexer_topk(draw: Draw) -> Args:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsa_ext import reference
 from dsa_ext._public import functions_of
 from dsa_ext.ops import OPERATORS
-from dsa_ext.testing.tolerances import attention, attention_gradients, indexer, mixing
+from dsa_ext.testing.tolerances import attention, attention_gradients, indexer, indexer_paged, mixing
 from dsa_ext.testing.tolerances.limits import (
     FP8_SIMILARITY,
     FP32_SIMILARITY,
@@ -42,7 +42,7 @@ __all__ = [
 
 _JUDGED: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
     op: judge
-    for module in (attention, attention_gradients, indexer, mixing)
+    for module in (attention, attention_gradients, indexer, indexer_paged, mixing)
     for op, judge in functions_of(vars(module)).items()
     if op in OPERATORS
 }
@@ -171,6 +171,18 @@ def _indexer_topk(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure
     return found
 
 
+def _indexer_topk_paged(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
+    """The same as _indexer_topk."""
+    table = args["block_table"] if args["return_slots"] else None
+    index = {name: value for name, value in args.items() if name not in ("topk", "return_slots")}
+    logits = torch.ops.dsa.indexer_logits_paged(**index)
+    ends = reference.query_lengths(args["context_lens"], args["q"].shape[1], logits.shape[1]).flatten().int()
+    page = args["k_cache"].shape[1]
+    expected = reference.topk_select(logits, torch.zeros_like(ends), ends, args["topk"], table, page)
+    measured = errors("indexer_logits_paged", logits, index).measures
+    return exact_measures(("indices", "values"), got, expected) + measured
+
+
 def _block_select(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
     expected = reference.block_select(**{**args, "scores": args["scores"].cpu()})
     return exact_measures(("q2k_index", "q2k_num"), got, expected)
@@ -183,6 +195,7 @@ def _act_quant(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
 _EXACT = {
     "topk_select": _topk_select,
     "indexer_topk": _indexer_topk,
+    "indexer_topk_paged": _indexer_topk_paged,
     "block_select": _block_select,
     "act_quant": _act_quant,
 }
