@@ -29,10 +29,12 @@ from dsa_ext.testing.calls import ORDINARY, with_forward
 from dsa_ext.testing.inputs import (
     INT32_MAX,
     INT32_MIN,
+    make_cache,
     make_indexer_inputs,
     make_inputs,
     nasty_rows,
     spoil_indices,
+    strided_cache,
     strided_copy,
     strided_rows,
 )
@@ -59,6 +61,15 @@ SPARSE_MLA = (
     (1, 1, 600, 17, 1, 520, 576),
     (2, 2, 0, 65, 1, 5, 576),
     (1, 150, 100, 100, 1, 70, 576),
+)
+# (B, N, blocks, page, H, K, d_qk): one tile, partial tiles, keys split over CTAs, no key.
+SPARSE_MLA_DECODE = (
+    (2, 2, 3, 53, 64, 64, 576),
+    (1, 3, 5, 64, 128, 200, 512),
+    (2, 1, 7, 69, 5, 300, 576),
+    (1, 1, 40, 61, 20, 2000, 576),
+    (150, 1, 9, 2, 33, 17, 512),
+    (2, 2, 0, 64, 3, 5, 576),
 )
 # (R, C, K): one column, all selected, candidates cut to the best K, rows split in two and in eight.
 TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17004, 100), (1, 70001, 2048))
@@ -167,6 +178,23 @@ def sparse_mla_bwd() -> None:
     args = ORDINARY["sparse_mla_bwd"](seq=3, s_kv=20_000, topk=70)
     args["indices"][..., 5] = 19_999
     checked("sparse_mla_bwd", **with_forward("sparse_mla_bwd", args), deterministic=True)
+
+
+def sparse_mla_decode() -> None:
+    for i, (batch, tokens, blocks, page, heads, topk, d_qk) in enumerate(SPARSE_MLA_DECODE):
+        for packed in (True, False):
+            inputs = make_cache(batch, tokens, blocks, page, heads, topk, d_qk, packed=packed)
+            lengths = torch.arange(batch * tokens, dtype=torch.int32).view(batch, tokens) * 9
+            args = {"q": strided_copy(inputs.q), "kv_cache": inputs.kv_cache}
+            args["indices"] = spoil_indices(inputs.indices, blocks * page)
+            checked("sparse_mla_decode", **args, topk_length=lengths if i % 2 else None, batch_invariant=i % 3 == 0)
+        checked("sparse_mla_decode", **with_sink({**args, "kv_cache": strided_cache(args["kv_cache"])}))
+
+
+def pack_kv_fp8() -> None:
+    for shape in ((1, 576), (9, 512), (2, 3, 5, 576)):
+        checked("pack_kv_fp8", kv=random(*shape).to(BF16))
+    checked("pack_kv_fp8", kv=random(2, 1, 576).to(BF16).expand(2, 3, 576))
 
 
 def topk_select() -> None:
@@ -339,6 +367,8 @@ PARTS: dict[str, Callable[[], None]] = {
         sparse_mla_fwd,
         sparse_mla_bwd,
         attn_dist,
+        sparse_mla_decode,
+        pack_kv_fp8,
         topk_select,
         indexer,
         indexer_paged,
