@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsa_ext.reference import fp8
 from dsa_ext.reference.numerics import compute_dtype
-from dsa_ext.reference.sparse_mla import sparse_mla_fwd
+from dsa_ext.reference.sparse_mla import sparse_mla_max_fwd
 
 #: Columns of a packed key that are e4m3, and the bytes of their scales. A rope part in bf16 may follow.
 PACKED_COLUMNS = 512
@@ -71,11 +71,12 @@ def sparse_mla_decode(
     d_v: int = 512,
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    inf_if_empty: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`dsa_ext.sparse_mla_decode`."""
+    """See :func:`dsa_ext.sparse_mla_decode`. With `inf_if_empty` lse of a row without keys is +inf."""
     used = used_slots(indices, topk_length)
     keys, ids = listed_keys(kv_cache, indices, used, compute_dtype(q))
-    out, lse = sparse_mla_fwd(
+    out, lse, _ = sparse_mla_max_fwd(
         q.flatten(0, 1)[None],
         keys[None, :, None],
         ids.flatten(0, 1)[None, :, None],
@@ -83,5 +84,6 @@ def sparse_mla_decode(
         d_v,
         causal=False,
         attn_sink=attn_sink,
+        inf_if_empty=inf_if_empty,
     )
     return out.view(*q.shape[:3], d_v), lse.view(q.shape[:3])

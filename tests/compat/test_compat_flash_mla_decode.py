@@ -9,6 +9,7 @@ from torch import Tensor
 
 import dsa_ext
 from dsa_ext.compat import flash_mla
+from dsa_ext.testing.tolerances import check
 
 ROPE = {576: 64, 512: 0}
 
@@ -141,3 +142,15 @@ def test_errors(options: dict[str, Any], text: str) -> None:
     args = {"q": q, "k_cache": cache, "block_table": None, "cache_seqlens": None, "indices": indices} | options
     with pytest.raises(RuntimeError, match=text):
         flash_mla.flash_mla_with_kvcache(**args)
+
+
+def test_lse_of_rows_without_keys_in_the_operator() -> None:
+    q, cache, indices = decode_inputs()
+    args = {"q": q, "kv_cache": cache, "indices": indices}
+    plain, infinite = (torch.ops.dsa.sparse_mla_decode(**args, inf_if_empty=x)[1] for x in (False, True))
+    assert (plain[1] == -math.inf).all()
+    assert torch.equal(infinite, plain.masked_fill(plain == -math.inf, math.inf))
+    out = torch.ops.dsa.sparse_mla_decode(**args)[0]
+    check("sparse_mla_decode", (out, infinite), args | {"inf_if_empty": True})
+    with pytest.raises(AssertionError):
+        check("sparse_mla_decode", (out, plain), args | {"inf_if_empty": True})
