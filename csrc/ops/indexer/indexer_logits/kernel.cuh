@@ -144,6 +144,7 @@ __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const P
   const bool leader = threadIdx.x % 32 == 0;
   Ring<kC.stages()> ring;
   uint32_t q_parity = 1;  // the first Q need not wait
+  const int tile_positions = p.sample_period == 0 ? kTileKeys : kTileParts;  // in the map of the keys
   walk(shared, p, [&](int block, const BlockRange&, int first_tile, int end_tile) {
     // Brings weights that the other warps will load soon into L1.
     for (int row = threadIdx.x % 32 * kSectorFloats; row < kC.rows(); row += 32 * kSectorFloats) {
@@ -165,7 +166,7 @@ __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const P
       arrive_and_expect(&shared.keys_full[ring.slot], sizeof(shared.keys[0]));
       for (int c = 0; c < kC.chunks(); ++c) {
         tma_load(shared.keys[ring.slot] + c * kTileKeys * kChunkColumns, &k_map,
-                 {c * kChunkColumns, 0, 0, tile * kTileKeys, 0}, &shared.keys_full[ring.slot]);
+                 {c * kChunkColumns, 0, 0, tile * tile_positions, 0}, &shared.keys_full[ring.slot]);
       }
     }
   });
@@ -228,12 +229,46 @@ __device__ __forceinline__ void sum_heads(const Scores& r_s, const float (&weigh
   }
 }
 
+// What a lane writes while its CTA visits tiles of a block: of each part the logits of the key `key`, counted from the
+// part's first one, for the queries `query`, `query` + 2 and so on.
+struct Visit {
+  int block;
+  bool has_first_tile, has_last_tile;  // of the block
+  int query, key;
+};
+
+// Writes logits to the rows of a matrix.
+class MatrixWriter {
+  float* g_logits_;
+  int64_t stride_;
+
+ public:
+  __device__ __forceinline__ MatrixWriter(const Params& p, const Visit& visit)
+      : g_logits_(p.logits + visit.query * p.logits_stride + visit.key), stride_(p.logits_stride) {}
+  // Whether a part is not scored.
+  __device__ __forceinline__ bool skips(int /*tile*/, int /*part*/) const { return false; }
+  // Query `i` after the lane's first one sees the key, or `visible` says whether it does.
+  __device__ __forceinline__ void put(int i, int first_key, int /*key*/, float logit) {
+    g_logits_[i * stride_ + first_key] = logit;
+  }
+  __device__ __forceinline__ void put(int i, int first_key, int /*key*/, float logit, bool visible) {
+    g_logits_[i * stride_ + first_key] = visible ? logit : -INFINITY;
+  }
+  // Called by all multiply threads at the end of a visit.
+  __device__ __forceinline__ void finish() {}
+};
+struct Matrix {
+  __device__ __forceinline__ MatrixWriter writer(const Params& p, const Visit& visit) const { return {p, visit}; }
+};
+
 // Multiplies keys and sums over heads. `thread` is in [0, kMathThreads).
-template <class Element, Config kC>
-__device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, const Params& p, int thread) {
+template <class Element, Config kC, class Target>
+__device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, const Params& p, const Target& target,
+                                         int thread) {
   using namespace cute;
   constexpr int kColumns = kC.row_bytes / sizeof(Element);
   constexpr int kQueries = kC.queries(), kPassQueries = kC.pass_queries();
+  constexpr int kFullTurns = kMathWarpgroups * kPassQueries / kQueries;  // of a block without a query missing
   using Atom = std::conditional_t<kC.chunk_bytes() == 128, GMMA::Layout_K_SW128_Atom<Element>,
                                   GMMA::Layout_K_SW64_Atom<Element>>;
   using Mma = decltype(make_tiled_mma(
@@ -268,7 +303,11 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       weights[i] = query < p.seq ? p.weights[query * p.weights_stride + column % kC.heads] : 0.f;
       if (is_doubled<Element>(i)) weights[i] *= 0.5f;
     }
-    float* const g_lane = p.logits + (pass_query + odd) * p.logits_stride + lane_key;
+    auto writer = target.writer(p, {.block = block,
+                                    .has_first_tile = first_tile == range.first_tile,
+                                    .has_last_tile = end_tile == range.first_tile + range.tiles,
+                                    .query = pass_query + odd,
+                                    .key = lane_key});
     int2* warp_bounds = shared.bounds[thread / 32];
     __syncwarp();
     if (lane < kPassQueries && pass_query + lane < p.seq) warp_bounds[lane] = bounds_of(p, pass_query + lane);
@@ -295,27 +334,28 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
         const float sum =
             (odd ? key_sums[i + 1] : key_sums[i]) + __shfl_xor_sync(~0u, odd ? key_sums[i] : key_sums[i + 1], 1);
         const float logit = kIsFp8<Element> ? sum * scale : sum;
-        float* g_logit = g_lane + i * p.logits_stride + first_key;
         if constexpr (inside) {
-          *g_logit = logit;
+          writer.put(i, first_key, key, logit);
         } else if (pass_query + i + odd < p.seq && key < p.seq_kv) {
           const int2 bounds = warp_bounds[i + odd];
-          *g_logit = key >= bounds.x && key < bounds.y ? logit : -INFINITY;
+          writer.put(i, first_key, key, logit, key >= bounds.x && key < bounds.y);
         }
       }
     };
     for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
       wait(&shared.keys_full[ring.slot], ring.parity);
-      if (turns == 1 && queries == kQueries && tile * kTileKeys >= range.common_begin &&
-          (tile + 1) * kTileKeys <= range.common_end) {
+      if (queries == kQueries && tile * kTileKeys >= range.common_begin && (tile + 1) * kTileKeys <= range.common_end) {
         // Unrolled if there are registers for the addresses of all queries.
 #pragma unroll(kC.heads >= 32 ? kTileParts : 1)
-        for (int part = 0; part < kTileParts; ++part) multiply_part(std::true_type{}, tile, part);
+        for (int i = 0; i < kTileParts / kFullTurns; ++i) {
+          const int part = i * kFullTurns + (kFullTurns == 1 ? 0 : turn);
+          if (!writer.skips(tile, part)) multiply_part(std::true_type{}, tile, part);
+        }
       } else {
 #pragma unroll 1
         for (int part = turn; part < kTileParts && turn < turns; part += turns) {
           const int first_key = tile * kTileKeys + part * kPartKeys;
-          if (first_key + kPartKeys > range.begin && first_key < range.end) {
+          if (first_key + kPartKeys > range.begin && first_key < range.end && !writer.skips(tile, part)) {
             multiply_part(std::false_type{}, tile, part);
           }
         }
@@ -323,16 +363,14 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       if (lane == 0) arrive(&shared.keys_empty[ring.slot]);
     }
     if (lane == 0) arrive(&shared.q_empty);
+    writer.finish();
   });
 }
 
-template <class Element, int kRowBytes, int kHeads>
-__global__ void __launch_bounds__(kThreads, 1)
-    indexer_logits_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
-                          const __grid_constant__ CUtensorMap k_map) {
-  constexpr Config kC{kRowBytes, kHeads};
-  extern __shared__ __align__(1024) char shared_bytes_[];
-  auto& shared = *reinterpret_cast<SharedStorage<Element, kC>*>(shared_bytes_);
+// Scores all keys that queries see. Called by all threads of a kernel.
+template <class Element, Config kC, class Target>
+__device__ __forceinline__ void score(SharedStorage<Element, kC>& shared, const Params& p, const Target& target,
+                                      const CUtensorMap& q_map, const CUtensorMap& k_map) {
   const int blocks = (p.seq + kC.queries() - 1) / kC.queries();
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&q_map);
@@ -349,7 +387,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x < kMathThreads) {
     grow_registers<kMathRegisters>();
-    multiply(shared, p, threadIdx.x);
+    multiply(shared, p, target, threadIdx.x);
   } else {
     shrink_registers<kFeederRegisters>();
     const int thread = threadIdx.x - kMathThreads;
@@ -359,6 +397,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       clean<kC>(p, blocks, thread - 32, 96);
     }
   }
+}
+
+template <class Element, int kRowBytes, int kHeads>
+__global__ void __launch_bounds__(kThreads, 1)
+    indexer_logits_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
+                          const __grid_constant__ CUtensorMap k_map) {
+  extern __shared__ __align__(1024) char shared_bytes_[];
+  auto& shared = *reinterpret_cast<SharedStorage<Element, Config{kRowBytes, kHeads}>*>(shared_bytes_);
+  score(shared, p, Matrix{}, q_map, k_map);
 }
 
 }  // namespace dsa::indexer_logits

@@ -16,6 +16,7 @@ struct Params {
   int64_t q_stride_s, q_stride_h, k_stride, weights_stride, starts_stride, ends_stride;  // in elements
   int64_t logits_stride;
   int seq, seq_kv, heads, dim;
+  int sample_period;  // 0, or the keys are a sample: the first 64 of every so many rows of k
   bool clean;    // write -inf outside of the bounds
   bool is_bf16;  // else e4m3
   int device;    // CUDA device index
