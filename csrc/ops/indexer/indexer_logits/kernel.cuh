@@ -25,6 +25,7 @@
 #include "sm90/math.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/memory.cuh"
+#include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 #include "tiles/accumulators.cuh"
@@ -383,6 +384,7 @@ __device__ __forceinline__ void score(SharedStorage<Element, kC>& shared, const 
     }
     fence_barrier_init();
   }
+  launch_dependents();
   plan(shared, p, blocks);
 
   if (threadIdx.x < kMathThreads) {

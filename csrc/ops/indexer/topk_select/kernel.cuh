@@ -18,6 +18,7 @@
 
 #include "filter.cuh"
 #include "params.h"
+#include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 
@@ -59,10 +60,8 @@ __device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& se
 
 // This CTA's run; runs meet at multiples of a unit.
 template <class T>
-__device__ __forceinline__ Run run_of_cta(const Params& p, const T* g_row, int row) {
-  const int rank = cluster_rank();
-  const int window_begin = min(p.columns, max(0, p.starts[row * p.starts_stride]));
-  const int window_end = max(window_begin, min(p.columns, p.ends[row * p.ends_stride]));
+__device__ __forceinline__ Run run_of_cta(const Params& p, const T* g_row, int2 window) {
+  const int rank = cluster_rank(), window_begin = window.x, window_end = window.y;
   // Columns between the last 16-byte boundary before the row and its first column.
   const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(g_row) % 16 / sizeof(T));
   const int first = (window_begin + ahead) / kUnit * kUnit - ahead;
@@ -70,6 +69,14 @@ __device__ __forceinline__ Run run_of_cta(const Params& p, const T* g_row, int r
   const int run_units = (units + p.ctas - 1) / p.ctas;
   const int first_read = first + rank * run_units * kUnit;
   return {max(window_begin, first_read), min(window_end, first_read + run_units * kUnit), first_read, p.columns};
+}
+
+// The columns that a row selects among: its begin, and its end, which is not less. Waits for the logits.
+__device__ __forceinline__ int2 window_of(const Params& p, int row) {
+  const int begin = min(p.columns, max(0, p.starts[row * p.starts_stride]));
+  const int2 window{begin, max(begin, min(p.columns, p.ends[row * p.ends_stride]))};
+  sm90::wait_for_preceding_kernel();
+  return window;
 }
 
 // For runs that fit into a CTA's registers.
@@ -82,7 +89,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
   const int row = cluster_index();
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
-  const Run run = run_of_cta(p, g_row, row);
+  const int2 window = window_of(p, row);
+  if (p.skips_empty && window.x == window.y) return;
+  const Run run = run_of_cta(p, g_row, window);
   const int pieces = pieces_for<Shape>(run.size());
   const int first = run.first_read + held_place(pieces);
   Piece r[kPieces];
@@ -130,8 +139,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
   const int row = cluster_index();
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
+  const int2 window = window_of(p, row);
+  if (p.skips_empty && window.x == window.y) return;
   Selector<Storage> selector{shared};
-  Filter<T, Storage> filter{selector, g_row, run_of_cta(p, g_row, row), p.topk};
+  Filter<T, Storage> filter{selector, g_row, run_of_cta(p, g_row, window), p.topk};
   const bool guesses = filter.run.size() > Shape::kHeld;
   Sample<T, Shape> sample;
   for (Piece& piece : sample.pieces) leave_undefined(piece);

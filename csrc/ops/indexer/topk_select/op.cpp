@@ -41,6 +41,8 @@ std::tuple<Tensor, Tensor> topk_select(Tensor logits, Tensor starts, Tensor ends
       .device = call.index,
       .num_sms = call.num_sms,
       .is_bf16 = logits.scalar_type() == ScalarType::BFloat16,
+      .skips_empty = false,
+      .programmatic = false,
   };
   call.check(launch(params, call.stream()));
   return {indices, values};

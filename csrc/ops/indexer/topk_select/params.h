@@ -16,6 +16,8 @@ struct Params {
   int ctas;             // per row, from plan_ctas
   int device, num_sms;  // CUDA device index, and its SMs
   bool is_bf16;
+  bool skips_empty;   // write nothing for rows with an empty window
+  bool programmatic;  // the preceding kernel of the stream writes the logits, and launches this one early
 };
 
 // Throws unless the kernels support `topk`. `op` is the qualified operator name.
