@@ -71,7 +71,13 @@ PYBIND11_MODULE(host_functions, m) {
   indexer_bwd.attr("threads") = dsa::indexer_bwd::kThreads;
   indexer_bwd.def("groups_at_once", dsa::indexer_bwd::groups_at_once);
   m.def_submodule("indexer_logits").attr("threads") = dsa::indexer_logits::kThreads;
-  m.def_submodule("indexer_topk").def("queries_at_once", &dsa::indexer_topk::queries_at_once);
+  auto topk = m.def_submodule("indexer_topk");
+  topk.def("queries_at_once", &dsa::indexer_topk::queries_at_once);
+  // (period, sampled, capacity, queries at a time)
+  topk.def("plan_filter", [](int64_t queries, int64_t keys, int heads, int topk, int block_queries, int num_sms) {
+    const auto plan = dsa::indexer_topk::plan_filter(queries, keys, heads, topk, block_queries, num_sms);
+    return py::make_tuple(plan.period, plan.sampled, plan.capacity, plan.queries);
+  });
   py::module_ select = m.def_submodule("topk_select");
   select.attr("threads") = dsa::topk_select::HeldClusterShape::kThreads;
   select.def("plan_ctas", &dsa::topk_select::plan_ctas);

@@ -204,6 +204,16 @@ def indexer() -> None:
         )
 
 
+def indexer_candidates() -> None:
+    """So many logits that indexer_topk selects from candidates; some queries are selected once more."""
+    for dtype, heads in ((FP8, 32), (BF16, 16)):
+        args = indexer_args((1030, 66000, 0), heads, 64, dtype)
+        args["weights"][::200] = 0
+        (logits,) = call("indexer_logits", args)
+        bounds = (args["starts"], args["ends"])
+        check_selected(call("indexer_topk", {**args, "topk": 300}), reference.topk_select(logits, *bounds, 300))
+
+
 def indexer_training() -> None:
     for i, (heads, dim) in enumerate(itertools.product((8, 16, 32, 64), (64, 128))):
         shape = seq, s_kv, topk = INDEXER_TRAINING[i % len(INDEXER_TRAINING)]
@@ -326,6 +336,7 @@ PARTS: dict[str, Callable[[], None]] = {
         attn_dist,
         topk_select,
         indexer,
+        indexer_candidates,
         indexer_training,
         indexer_packed,
         indexer_loss,

@@ -36,6 +36,9 @@ SOURCES = [
     "indexer_scores/launch",
     "indexer_logits/launch_fp8",
     "indexer_logits/launch_bf16",
+    "indexer_topk/launch",
+    "indexer_topk/launch_fp8",
+    "indexer_topk/launch_bf16",
     "topk_select/launch",
     "indexer_loss/launch",
     "indexer_bwd/launch",
@@ -90,6 +93,17 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             logits_shapes,
             logits.threads,
             ("HGMMA", *scoring),
+        ),
+        # A bar for each query, and the selection from candidates.
+        "indexer_topk/launch": Kernels(
+            "(sample_bars|select_listed)_kernel", 2, 256, ("ATOMS", "REDUX", "SHFL"), ("sample_bounds_kernel",)
+        ),
+        # 16, 32 or 64 heads.
+        "indexer_topk/launch_fp8": Kernels(
+            "listed_scores_kernel.*e4m3", 3 * 2, logits.threads, ("QGMMA", "ATOMS", *scoring)
+        ),
+        "indexer_topk/launch_bf16": Kernels(
+            "listed_scores_kernel.*bfloat16", 3 * 2, logits.threads, ("HGMMA", "ATOMS", *scoring)
         ),
         "topk_select/launch": Kernels(
             "topk_select_kernel", select_shapes, select.threads, ("UBLKCP", "ATOMS", "REDUX")

@@ -116,3 +116,41 @@ def test_scored_at_once(host_functions: ModuleType, queries: int, keys: int) -> 
     assert min(1, queries) <= count <= queries
     assert count <= 1 or count * keys * 4 <= 2**28
     assert count < 64 or count == queries or count % 64 == 0
+
+
+@given(
+    queries=st.integers(1, 2**20),
+    keys=st.integers(0, 2**31 - 2**26),
+    heads=st.sampled_from([8, 16, 32, 64]),
+    topk=st.integers(1, 4096),
+    num_sms=st.integers(1, 200),
+)
+def test_plan_filter(host_functions: ModuleType, queries: int, keys: int, heads: int, topk: int, num_sms: int) -> None:
+    block_queries = 512 // heads
+    plan = host_functions.indexer_topk.plan_filter(queries, keys, heads, topk, block_queries, num_sms)
+    period, sampled, capacity, at_once = plan
+    if period == 0:
+        return
+    assert period % 1024 == 0
+    assert period & (period - 1) == 0
+    assert sampled % 64 == 0
+    assert sampled <= 8192
+    assert (sampled // 64 - 1) * period + 64 <= keys < sampled // 64 * period + 64, "all parts that are complete"
+    # Windows of which all keys are candidates: these fit into the lists.
+    assert topk <= capacity <= 8192
+    assert 64 * (capacity // period + 1) <= 640
+    assert at_once % 64 == 0 or at_once == queries
+    entries = (min(at_once, queries) + (num_sms + 1) * block_queries) * capacity
+    assert entries < 2**31
+    assert entries * 8 + at_once * (sampled * 4 + 640 * 8) <= 1.03 * 2**28
+
+
+def test_plan_filter_takes_what_fills_the_chip(host_functions: ModuleType) -> None:
+    plan = host_functions.indexer_topk.plan_filter
+    assert plan(4096, 2**17, 64, 2048, 8, 132) == (1024, 8192, 7168, 2048)
+    assert plan(32768, 2**18, 32, 2048, 8, 132)[0] == 2048
+    assert plan(1, 2**17, 64, 2048, 8, 132) == (0, 0, 0, 0), "one query"
+    assert plan(4096, 8192, 64, 2048, 8, 132)[0] == 0, "few keys"
+    assert plan(4096, 2**17, 8, 2048, 64, 132)[0] == 0, "few heads"
+    assert plan(4096, 2**19, 64, 2048, 8, 132)[0] == 4096
+    assert plan(4096, 2**20, 64, 2048, 8, 132)[0] == 0, "a sample that says too little"

@@ -21,14 +21,13 @@ const char* launch_config(const Params& p, const Launch& launch) {
     return "no tensor map for q";
   }
   // Of a sample a part is one position.
-  const bool encoded =
-      p.sample_period == 0
-          ? encode_head_tensor(&k_map, {p.k, p.dim, 1, 1, p.seq_kv, 1, 0, 0, p.k_stride, 0},
-                               {kChunkColumns, 1, kTileKeys, kElementBytes})
-          : encode_head_tensor(&k_map,
-                               {p.k, p.dim, kPartKeys, 1, p.seq_kv / kPartKeys, 1, p.k_stride, 0,
-                                p.k_stride * p.sample_period, 0},
-                               {kChunkColumns, kPartKeys, kTileParts, kElementBytes});
+  const bool encoded = p.sample_period == 0
+                           ? encode_head_tensor(&k_map, {p.k, p.dim, 1, 1, p.seq_kv, 1, 0, 0, p.k_stride, 0},
+                                                {kChunkColumns, 1, kTileKeys, kElementBytes})
+                           : encode_head_tensor(&k_map,
+                                                {p.k, p.dim, kPartKeys, 1, p.seq_kv / kPartKeys, 1, p.k_stride, 0,
+                                                 p.k_stride * p.sample_period, 0},
+                                                {kChunkColumns, kPartKeys, kTileParts, kElementBytes});
   if (!encoded) return "no tensor map for k";
   return launch.template operator()<Element, kRowBytes, kHeads>(q_map, k_map);
 }
@@ -59,10 +58,8 @@ const char* launch_element(const Params& p, void* stream) {
       p, [&]<class E, int kRowBytes, int kHeads>(const CUtensorMap& q_map, const CUtensorMap& k_map) {
         constexpr int kSharedBytes = sizeof(SharedStorage<E, Config{kRowBytes, kHeads}>);
         static_assert(kSharedBytes <= sm90::kMaxSharedBytes);
-        return launch_kernel<indexer_logits_kernel<E, kRowBytes, kHeads>>(p.device, unsigned(p.num_sms), kThreads,
-                                                                          kSharedBytes,
-                                                                          static_cast<cudaStream_t>(stream), p, q_map,
-                                                                          k_map);
+        return launch_kernel<indexer_logits_kernel<E, kRowBytes, kHeads>>(
+            p.device, unsigned(p.num_sms), kThreads, kSharedBytes, static_cast<cudaStream_t>(stream), p, q_map, k_map);
       });
 }
 

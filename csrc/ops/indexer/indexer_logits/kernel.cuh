@@ -30,10 +30,15 @@
 #include "sm90/warpgroup.cuh"
 #include "tiles/accumulators.cuh"
 #include "tiles/mma.cuh"
+#include "writer.cuh"
 
 namespace dsa::indexer_logits {
 
 using namespace dsa::tiles;
+
+// e4m3, with scales for the keys.
+template <class Element>
+inline constexpr bool kIsFp8 = sizeof(Element) == 1;
 
 template <class Element, Config kC>
 struct SharedStorage {
@@ -141,10 +146,10 @@ __device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const P
 template <class Element, Config kC>
 __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const Params& p, const CUtensorMap& q_map,
                                      const CUtensorMap& k_map) {
-  constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element), kSectorFloats = 8;
+  constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element), kSectorFloats = 8, kLineFloats = 32;
   const bool leader = threadIdx.x % 32 == 0;
   Ring<kC.stages()> ring;
-  uint32_t q_parity = 1;  // the first Q need not wait
+  uint32_t q_parity = 1;                                                     // the first Q need not wait
   const int tile_positions = p.sample_period == 0 ? kTileKeys : kTileParts;  // in the map of the keys
   walk(shared, p, [&](int block, const BlockRange&, int first_tile, int end_tile) {
     // Brings weights that the other warps will load soon into L1.
@@ -162,12 +167,21 @@ __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const P
     }
     q_parity ^= 1;
     for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
-      if (!leader) continue;
-      wait(&shared.keys_empty[ring.slot], ring.parity ^ 1);
-      arrive_and_expect(&shared.keys_full[ring.slot], sizeof(shared.keys[0]));
-      for (int c = 0; c < kC.chunks(); ++c) {
-        tma_load(shared.keys[ring.slot] + c * kTileKeys * kChunkColumns, &k_map,
-                 {c * kChunkColumns, 0, 0, tile * tile_positions, 0}, &shared.keys_full[ring.slot]);
+      if (leader) {
+        wait(&shared.keys_empty[ring.slot], ring.parity ^ 1);
+        arrive_and_expect(&shared.keys_full[ring.slot], sizeof(shared.keys[0]));
+        for (int c = 0; c < kC.chunks(); ++c) {
+          tma_load(shared.keys[ring.slot] + c * kTileKeys * kChunkColumns, &k_map,
+                   {c * kChunkColumns, 0, 0, tile * tile_positions, 0}, &shared.keys_full[ring.slot]);
+        }
+      }
+      __syncwarp();
+      if constexpr (kIsFp8<Element>) {
+        // Few queries use a scale once or twice: it comes from memory, later than the scores.
+        const int key = tile * kTileKeys + threadIdx.x % 32 * kLineFloats;
+        if (p.seq <= kFewQueries && threadIdx.x % 32 < kTileKeys / kLineFloats && key < p.seq_kv) {
+          prefetch_l2(p.k_scale + key);
+        }
       }
     }
   });
@@ -194,10 +208,6 @@ __device__ __forceinline__ void clean(const Params& p, int blocks, int thread, i
     }
   }
 }
-
-// e4m3, with scales for the keys.
-template <class Element>
-inline constexpr bool kIsFp8 = sizeof(Element) == 1;
 
 // Every other head takes x + |x| and half of its weight, which is exact: addition and maximum run in different
 // pipelines. Not with bf16, where the sum might overflow.
@@ -229,38 +239,6 @@ __device__ __forceinline__ void sum_heads(const Scores& r_s, const float (&weigh
     key_sums[i] = (upper ? sums[1][i] : sums[0][i]) + __shfl_xor_sync(~0u, upper ? sums[0][i] : sums[1][i], 2);
   }
 }
-
-// What a lane writes while its CTA visits tiles of a block: of each part the logits of the key `key`, counted from the
-// part's first one, for the queries `query`, `query` + 2 and so on.
-struct Visit {
-  int block;
-  bool has_first_tile, has_last_tile;  // of the block
-  int query, key;
-};
-
-// Writes logits to the rows of a matrix.
-class MatrixWriter {
-  float* g_logits_;
-  int64_t stride_;
-
- public:
-  __device__ __forceinline__ MatrixWriter(const Params& p, const Visit& visit)
-      : g_logits_(p.logits + visit.query * p.logits_stride + visit.key), stride_(p.logits_stride) {}
-  // Whether a part is not scored.
-  __device__ __forceinline__ bool skips(int /*tile*/, int /*part*/) const { return false; }
-  // Query `i` after the lane's first one sees the key, or `visible` says whether it does.
-  __device__ __forceinline__ void put(int i, int first_key, int /*key*/, float logit) {
-    g_logits_[i * stride_ + first_key] = logit;
-  }
-  __device__ __forceinline__ void put(int i, int first_key, int /*key*/, float logit, bool visible) {
-    g_logits_[i * stride_ + first_key] = visible ? logit : -INFINITY;
-  }
-  // Called by all multiply threads at the end of a visit.
-  __device__ __forceinline__ void finish() {}
-};
-struct Matrix {
-  __device__ __forceinline__ MatrixWriter writer(const Params& p, const Visit& visit) const { return {p, visit}; }
-};
 
 // Multiplies keys and sums over heads. `thread` is in [0, kMathThreads).
 template <class Element, Config kC, class Target>

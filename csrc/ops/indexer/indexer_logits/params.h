@@ -17,9 +17,9 @@ struct Params {
   int64_t logits_stride;
   int seq, seq_kv, heads, dim;
   int sample_period;  // 0, or the keys are a sample: the first 64 of every so many rows of k
-  bool clean;    // write -inf outside of the bounds
-  bool is_bf16;  // else e4m3
-  int device;    // CUDA device index
+  bool clean;         // write -inf outside of the bounds
+  bool is_bf16;       // else e4m3
+  int device;         // CUDA device index
   int num_sms;
 };
 

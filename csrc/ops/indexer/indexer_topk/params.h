@@ -29,11 +29,11 @@ struct Params {
   const int* starts;
   const int* ends;
   int64_t starts_stride, ends_stride;
-  const float* k_scale;  // null for bf16
-  int* sample_starts;    // [queries]
-  int* sample_ends;      // [queries]
-  float* sample_scale;   // [sampled]
-  const float* sample;   // [queries, sampled]: logits
+  const float* k_scale;          // null for bf16
+  int* sample_starts;            // [queries]
+  int* sample_ends;              // [queries]
+  float* sample_scale;           // [sampled]
+  const float* sample;           // [queries, sampled]: logits
   Candidate* sample_candidates;  // [queries, kSampleList]
   int* sample_counts;            // [queries]
   float* bars;                   // [queries]

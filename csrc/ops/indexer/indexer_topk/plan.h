@@ -44,12 +44,13 @@ inline FilterPlan plan_filter(int64_t queries, int64_t keys, int heads, int topk
   while (sampled() > kMaxSampled) plan.period *= 2;
   plan.sampled = static_cast<int>(sampled());
 
-  // What exceeds the bar that the kernel chooses (`bar_rank`), and six standard deviations more.
+  // Room for what exceeds the lowest bar that the kernel chooses (`bar_rank`) and six standard deviations more; then
+  // the bar leaves as much room above topk as below the capacity.
   const double ratio = plan.period / kSampledPart, expected = topk / ratio;
   const double rank = expected + 6 * std::sqrt(expected) + 3;
-  const double candidates = ratio * (rank + 6 * std::sqrt(rank));
-  if (candidates > kMaxCandidates) return {};
-  plan.capacity = std::max(2 * plan.period, (static_cast<int>(candidates) + 127) / 128 * 128);
+  const double least = std::max(ratio * (rank + 6 * std::sqrt(rank)), 2.0 * plan.period);
+  if (least > kMaxCandidates) return {};
+  plan.capacity = std::clamp(7 * topk / 2, (static_cast<int>(least) + 127) / 128 * 128, kMaxCandidates);
 
   constexpr int64_t kEntryBytes = 8;
   const int64_t per_query = plan.sampled * 4 + (kSampleList + plan.capacity) * kEntryBytes + 64;

@@ -35,11 +35,14 @@ __global__ void sample_bounds_kernel(const __grid_constant__ Params p) {
   if (p.k_scale != nullptr && i < p.sampled) p.sample_scale[i] = p.k_scale[key_of_sampled(p, i)];
 }
 
-// How many entries of a query's sample should exceed its bar, so that topk of all keys do: the expected number, and
-// six standard deviations more. Neighboring keys resemble each other, which makes a sample worth less than its size.
-__device__ __forceinline__ unsigned bar_rank(int topk, int sampled, int keys) {
-  const float expected = static_cast<float>(topk) * static_cast<float>(sampled) / static_cast<float>(keys);
-  return static_cast<unsigned>(expected + 6 * sqrtf(expected) + 3);
+// How many entries of a query's sample should exceed its bar. Between topk and the capacity of a list there is room for
+// the sample's error, which is large where neighboring keys resemble each other: as much above as below, in proportion;
+// but at least six standard deviations of independent keys.
+__device__ __forceinline__ unsigned bar_rank(const Params& p, int sampled, int keys) {
+  const float topk = static_cast<float>(p.topk);
+  const float expected = topk * static_cast<float>(sampled) / static_cast<float>(keys);
+  const float proportion = sqrtf(static_cast<float>(p.lists.capacity) / topk);
+  return static_cast<unsigned>(fmaxf(expected * proportion, expected + 6 * sqrtf(expected) + 3));
 }
 
 struct BarShape : topk_select::HeldShape {
@@ -64,7 +67,8 @@ __global__ void __launch_bounds__(BarShape::kThreads, BarShape::kCtasPerSm)
   const float* g_row = p.sample + int64_t{query} * p.sampled;
 
   // Pieces of four entries, kThreads of them side by side.
-  const int first = begin / kPiece * kPiece, pieces = (max(begin, end) - first + kThreads * kPiece - 1) / (kThreads * kPiece);
+  const int first = begin / kPiece * kPiece,
+            pieces = (max(begin, end) - first + kThreads * kPiece - 1) / (kThreads * kPiece);
   const auto column_of = [&](int i) { return first + (i / kPiece * kThreads + thread) * kPiece + i % kPiece; };
   unsigned keys[kKeys];
 #pragma unroll
@@ -85,7 +89,7 @@ __global__ void __launch_bounds__(BarShape::kThreads, BarShape::kCtasPerSm)
   // If a list has room for all keys, they all are candidates.
   unsigned last_out = 0;
   if (window.y - window.x > p.lists.capacity && pieces > 0) {
-    const unsigned rank = bar_rank(p.topk, end - begin, window.y - window.x);
+    const unsigned rank = bar_rank(p, end - begin, window.y - window.x);
     Selector<BarStorage> selector{shared};
     last_out = selector.find(keys, pieces, rank, 1, Selector<BarStorage>::kWhole, rank / 16).threshold;
   }

@@ -88,7 +88,8 @@ __device__ __forceinline__ void measure_lists(const Params& p, SelectStorage& sh
 using SelectKeys = Selector<SelectStorage>::Keys;
 
 // The radix search begins with digits from the lowest key to the highest.
-__device__ __forceinline__ topk_select::Start start_of_search(SelectStorage& shared, const SelectKeys& keys, int pieces) {
+__device__ __forceinline__ topk_select::Start start_of_search(SelectStorage& shared, const SelectKeys& keys,
+                                                              int pieces) {
   unsigned lowest = ~0u, highest = 0;
 #pragma unroll
   for (int i = 0; i < SelectShape::kKeys; ++i) {

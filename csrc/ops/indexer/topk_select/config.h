@@ -13,6 +13,7 @@ inline constexpr int kWarpPiece = 32 * kPiece;  // per warp
 inline constexpr int kReadAhead = 2;            // loads that a warp has in flight while it reads a run
 inline constexpr int kUnit = 8;                 // columns: a unit is 16-byte aligned, in bf16 too, if its row is
 inline constexpr int kMaxCtas = 8;              // per row: the largest portable cluster
+inline constexpr int kMaxHeldCtas = 16;         // the largest one there is, for rows that it can hold
 
 // A CTA shape: threads, pieces per thread, bits of a radix digit, and CTAs per SM.
 template <int kThreads_, int kPieces_, int kDigitBits_, int kCtasPerSm_>
@@ -43,7 +44,8 @@ template <class Shape>
 inline constexpr int kMaxTopkOf = Shape::kHeld - kStep<Shape>;
 static_assert(kMaxTopkOf<FilterShape<false>> == kMaxTopk);
 
-// CTAs per row: as many as there are SMs for all rows, if each one's run is worth its share of the cluster's cost.
+// CTAs per row, without kMaxHeldCtas: as many as there are SMs for all rows, if each one's run is worth its share of
+// the cluster's cost.
 constexpr int plan_ctas(int64_t rows, int columns, int num_sms) {
   constexpr int kMinHeldRun = kMaxHeldRun / 2, kMinFilteredRun = 4 * kMaxHeldRun;
   int ctas = 1;

@@ -45,7 +45,7 @@ struct SelectorStorage {
   alignas(16) Found found;
   unsigned warp_counts[2][Shape::kWarps];  // double-buffered
   unsigned warp_maxima[Shape::kWarps];
-  unsigned cta_counts[2][kMaxCtas];  // double-buffered
+  unsigned cta_counts[2][kMaxHeldCtas];  // double-buffered
 };
 template <class T, class Shape>
 struct HeldStorage : SelectorStorage<Shape> {

@@ -25,8 +25,21 @@ int columns_read(const Params& p) {
   return p.columns + (aligned ? 0 : kUnit - 1);
 }
 
+// Whether the largest clusters can hold rows that `p.ctas` CTAs would have to filter, and all run at once.
 template <class T>
-const char* launch_rows_of(const Params& p, cudaStream_t stream) {
+bool fits_large_clusters(const Params& p) {
+  using Shape = HeldClusterShape;
+  const int columns = columns_read<T>(p);
+  if (columns <= kMaxHeldRun * p.ctas || columns > kMaxHeldRun * kMaxHeldCtas) return false;
+  int clusters = 0;
+  const char* error = sm90::count_clusters<held_topk_select_kernel<T, Shape>>(p.device, kMaxHeldCtas, Shape::kThreads,
+                                                                              sizeof(HeldStorage<T, Shape>), &clusters);
+  return error == nullptr && p.rows <= clusters;
+}
+
+template <class T>
+const char* launch_rows_of(Params p, cudaStream_t stream) {
+  if (p.rows * kMaxHeldCtas <= p.num_sms && fits_large_clusters<T>(p)) p.ctas = kMaxHeldCtas;
   const sm90::Grid grid(unsigned(p.rows) * p.ctas, p.ctas, p.programmatic);
   if (columns_read<T>(p) <= kMaxHeldRun * p.ctas) {
     return p.ctas == 1 ? launch_held<T, HeldShape>(p, grid, stream) : launch_held<T, HeldClusterShape>(p, grid, stream);
