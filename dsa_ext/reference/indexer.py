@@ -130,6 +130,7 @@ def cache_slots(ids: Tensor, page_table: Tensor, page_size: int, row_to_sequence
     """The slots of a paged cache that hold the tokens `ids` [R, topk] of each row's sequence: -1 for a negative id, one
     that no page of the table holds, and a slot that is negative or above the largest int32."""
     rows, (sequences, pages) = len(ids), page_table.shape
+    page_size = max(1, page_size)  # pages of a cache without memory
     if row_to_sequence is None:
         row_to_sequence = torch.arange(rows, device=ids.device) // max(1, rows // max(1, sequences))
     sequence, page = row_to_sequence[:, None].long(), ids.long() // page_size

@@ -16,9 +16,9 @@ def cached_keys(k_cache: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
         return k_cache, None
     blocks, page, width = k_cache.shape
     pages = k_cache.reshape(blocks, page * width)
-    keys, scales = pages[:, : page * dim], pages[:, page * dim :]
-    keys = keys.contiguous().view(torch.float8_e4m3fn).view(blocks, page, dim)
-    return keys, scales.contiguous().view(torch.float32).view(blocks, page)
+    # Copies: the memory of a view may start anywhere.
+    keys, scales = (part.clone().flatten() for part in (pages[:, : page * dim], pages[:, page * dim :]))
+    return keys.view(torch.float8_e4m3fn).view(blocks, page, dim), scales.view(torch.float32).view(blocks, page)
 
 
 def query_lengths(context_lens: Tensor, queries: int, most: int) -> Tensor:

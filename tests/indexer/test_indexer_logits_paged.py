@@ -140,3 +140,22 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
 def test_flop_formula() -> None:
     check_flop_formula("indexer_logits_paged")
     check_flop_formula("indexer_logits_paged", max_len=7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_without_keys(dtype: torch.dtype) -> None:
+    inputs = make_small(dtype)
+    inputs = replace(inputs, k_cache=inputs.k_cache[:, :0])
+    assert (dsa_ext.indexer_logits_paged(**vars(inputs), max_len=20) == -torch.inf).all()
+    indices, _ = dsa_ext.indexer_topk_paged(**vars(inputs), topk=5, return_slots=True)
+    assert (indices == -1).all()
+
+
+def test_a_cache_may_start_anywhere() -> None:
+    """Of one block, whose scales are contiguous in any case."""
+    inputs = make_small(FP8, keys=40)
+    cache = inputs.k_cache[:1]
+    inputs = replace(inputs, k_cache=cache, block_table=torch.zeros_like(inputs.block_table))
+    memory = torch.zeros(cache.numel() + 1, dtype=torch.uint8)
+    memory[1:] = cache.flatten()
+    assert torch.equal(logits_of(replace(inputs, k_cache=memory[1:].view(cache.shape))), logits_of(inputs))

@@ -21,8 +21,9 @@ struct Params : block_sparse::Problem {
   int* longest;  // [batch, heads]: the length of the longest list
   // Tiles of dS [keys, queries] before the scale; their queries are in the order of stored_query.
   char* gradients;  // [buffers, capacity, kPairBytes]
-  // Sums of dk and dv that the next part of a head continues, in fragment order. Heads take turns in two places.
-  float* sums;    // [2, kv_blocks, 2, kBlock, columns]
+  // Sums of dk and dv that the next part of a head continues, in fragment order. Heads take turns: an item waits until
+  // the unit before has added to its block.
+  float* sums;    // [kv_blocks, 2, kBlock, columns]
   int* counters;  // [number_of_counters]: of progress
   // The next place in the order of work: the first two counters.
   unsigned long long* next_place;
