@@ -13,6 +13,7 @@ from dsa_ext.reference.sparse_mla import visible_slots
 from dsa_ext.testing.calls import ORDINARY, Args, with_forward
 from dsa_ext.testing.inputs import make_inputs
 from dsa_ext.testing.tolerances import check, forward_errors, similarity_error
+from dsa_ext.testing.tolerances.limits import SUM_OF_PRODUCTS
 
 
 def attention(**changes: Any) -> Args:
@@ -146,6 +147,44 @@ def test_a_term_whose_score_is_near_zero_may_be_there_or_not() -> None:
     other[4, 2] += term.bfloat16() * 8
     with pytest.raises(AssertionError, match="dq"):
         check("indexer_logits_bwd", (other, dk, dweights), args)
+
+
+def dense_loss_of(error_of_logits: float) -> tuple[Args, tuple[Tensor, ...]]:
+    """Arguments of indexer_dense_loss with three keys, and its results in float64, rounded once. One key is large, and
+    its logits are sums of large terms that cancel. The logits get an error, a multiple of the bound of fp32 sums."""
+    args = ORDINARY["indexer_dense_loss"](seq=40, s_kv=40, heads=64)
+    args |= {"k": args["k"][:3].clone(), "main_kv": args["main_kv"][:3], "q_start": 3}
+    args["k"][1] *= 1e3
+    q, k, weights = (args[name].double() for name in ("q", "k", "weights"))
+    terms = weights * (q @ k[1]).relu()
+    at = terms.abs().argmax(1, keepdim=True)
+    factor = 1 - terms.sum(1, keepdim=True) / terms.gather(1, at)
+    args["weights"] = (weights * torch.ones_like(weights).scatter(1, at, factor)).float()
+    args = with_forward("indexer_dense_loss", args)
+
+    a = {name: value.double() if isinstance(value, Tensor) else value for name, value in args.items()}
+    bounds = {"starts": torch.zeros(40, dtype=torch.int32), "ends": torch.full((40,), 3, dtype=torch.int32)}
+    index = {"q": a["q"], "k": a["k"], "weights": a["weights"], **bounds}
+    noise = SUM_OF_PRODUCTS * (a["weights"].abs()[:, None] @ (a["q"].abs() @ a["k"].abs().mT))[:, 0]
+    assert noise[:, 1].median() > 1e-2
+    assert (noise[:, ::2] < 1e-4).all()
+    ids = torch.arange(3, dtype=torch.int32).expand(1, 40, 1, 3)
+    p = reference.attn_dist(a["main_q"][None], a["main_kv"][None, :, None], ids, a["lse"][None], causal=False)
+    logits = reference.indexer_logits(**index) + error_of_logits * noise
+    loss, dlogits = reference.indexer_loss(logits, p[0, :, 0])
+    dq, dk, dweights = reference.indexer_logits_bwd(dlogits, **index)
+    return args, (loss.sum().float(), dq.bfloat16(), dk.bfloat16(), dweights.float())
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_one_uncertain_score_makes_all_probabilities_of_its_row_uncertain(sign: int) -> None:
+    """The log-sum-exp has its error, and with it the gradients of queries and heads that do not see that key."""
+    for error in (0.0, 0.9 * sign):
+        args, results = dense_loss_of(error)
+        check("indexer_dense_loss", results, args)
+    args, results = dense_loss_of(1.5 * sign)
+    with pytest.raises(AssertionError, match="dq: largest error"):
+        check("indexer_dense_loss", results, args)
 
 
 @pytest.mark.parametrize("op", ["indexer_scores_bwd", "indexer_logits_bwd"])

@@ -70,6 +70,13 @@ def spread(log_p: Tensor, noise: Tensor) -> Tensor:
     return torch.exp(log_p + log_of_growth).masked_fill(log_p == -torch.inf, 0)
 
 
+def noise_of_lse(log_p: Tensor, noise: Tensor | float) -> Tensor:
+    """Bound of the |error| of lse [.., 1] if each score is off by up to `noise`, from the logarithms of p [.., K]."""
+    up, down = (log_p + noise).logsumexp(-1, keepdim=True), (log_p - noise).logsumexp(-1, keepdim=True)
+    is_empty = (log_p == -torch.inf).all(-1, keepdim=True)
+    return torch.maximum(up, -down).clamp(min=0).masked_fill(is_empty, 0)
+
+
 @dataclass
 class Softmax:
     p: Tensor  # [.., n, K]
@@ -84,10 +91,7 @@ def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softma
     s = scores_of(q, keys, visible, scale)
     lse = s.scores.logsumexp(-1, keepdim=True)
     log_p = s.scores - lse.masked_fill(lse == -torch.inf, 0)
-    sum_noise = torch.maximum(
-        (log_p + s.noise).logsumexp(-1, keepdim=True), -(log_p - s.noise).logsumexp(-1, keepdim=True)
-    )
-    alone = spread(log_p, s.noise + sum_noise.clamp(min=0).masked_fill(lse == -torch.inf, 0))
+    alone = spread(log_p, s.noise + noise_of_lse(log_p, s.noise))
     # Probabilities sum to 1, so the largest is off by at most the sum of the others' errors: 0 if it is 1.
     noise = alone.clamp(max=1)
     if alone.shape[-1]:

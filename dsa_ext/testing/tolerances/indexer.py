@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.reference.indexer import inside, listed_rows, runs
-from dsa_ext.testing.tolerances.attention import spread
+from dsa_ext.testing.tolerances.attention import noise_of_lse, spread
 from dsa_ext.testing.tolerances.limits import (
     FP8_SIMILARITY,
     FP32_ELEMENTWISE,
@@ -289,8 +289,10 @@ def _loss(
     total = mass.sum(-1, keepdim=True)
     target = mass / total.clamp(min=1e-10)
     largest = scores.masked_fill(~counts, 0).abs().amax(-1, keepdim=True) if scores.shape[-1] else total
-    # log_softmax: score - largest score - logarithm of a sum.
-    off = (8 * FP32_RESOLUTION * (1 + largest.nan_to_num(0, 0, 0)) + 2 * score_noise).expand_as(log_q)
+    # log_softmax: score - largest score - logarithm of a sum. The sum has the errors of all scores of the row: if one
+    # score is uncertain, as fp32 sums of large terms that cancel are, so are the probabilities of all keys.
+    off = 8 * FP32_RESOLUTION * (1 + largest.nan_to_num(0, 0, 0)) + score_noise + noise_of_lse(log_q, score_noise)
+    off = off.expand_as(log_q)
     target_off = FP32_ELEMENTWISE * target + (p_noise + target * _sum(p_noise)) / total.clamp(min=1e-10) + TINY
     q_off = (spread(log_q, off).clamp(max=1) + FP32_ELEMENTWISE * log_q.exp()) * target.sum(-1, keepdim=True)
     q_off = q_off + log_q.exp() * 4 * FP32_RESOLUTION
