@@ -16,11 +16,18 @@ from dsa_ext.ops.fp8 import _LIBRARY_IS_THERE
 from dsa_ext.reference.block_sparse import BLOCK
 from dsa_ext.testing.random_calls.call import Args, Call, Results, deterministic_algorithms
 from dsa_ext.testing.random_calls.draw import Draw
+from dsa_ext.testing.tolerances.limits import wide
 
 _BF16 = torch.bfloat16
 #: Largest error of a tensor (as a norm): _LIMIT times the tensor's norm, plus _AS_REFERENCE times the error of the same
 #: module in bf16 on the CPU, since a gradient whose terms cancel consists of rounding errors.
 _LIMIT, _AS_REFERENCE = 0.05, 6
+#: A tensor of few numbers, such as the gradient of one head's gate bias, may have a small error by chance: of two
+#: independent normal errors of one number, one is more than 6 times the other in 10 % of all cases. So what exceeds its
+#: limit is judged by the root mean square of the errors of _RUNS runs, which one number exceeds 6 times in 0.03 %
+#: (Student's t). Their inputs differ by _NEARBY of each element, several units in the last place of bf16, so that
+#: everything is rounded anew.
+_RUNS, _NEARBY = 8, 2.0**-5
 #: A gradient whose norm is less than _VANISHING times the largest one is a sum of terms that cancel completely, such as
 #: that of scores with one key per row. bf16 rounding may leave _LEFT times the largest norm of it.
 _VANISHING, _LEFT = 1e-9, 2.0**-9
@@ -55,16 +62,34 @@ def _call(target: str, draw: Draw, layer: nn.Module, args: Args, step: Step, sel
         got = dict(zip(names, results, strict=True))
         selection = tuple(got.pop(name).cpu() for name in selected) or None
         reference = copy.deepcopy(layer).cpu()
+        exactly = reference if isinstance(layer, FP8Linear) else copy.deepcopy(reference).double()
         host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in a.items()}
-        with _without_onednn():
-            plain = step(reference, host, selection)
-        wide = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in host.items()}
-        exact = step(reference.double() if not isinstance(layer, FP8Linear) else reference, wide, selection)
+
+        def run_on_cpu(inputs: Args) -> tuple[Named, dict[str, float]]:
+            """The results in float64, and the errors of those in bf16."""
+            with _without_onednn():
+                plain = step(reference, inputs, selection)
+            exact = step(exactly, wide(inputs), selection)
+            return exact, {name: _error(name, plain[name], exact[name]) for name in got}
+
+        exact, off = run_on_cpu(host)
         gradient_names = {"x", *(name for name, _ in reference.named_parameters())}
         largest = max((float(t.norm()) for name, t in exact.items() if name in gradient_names), default=0.0)
-        for name, tensor in got.items():
-            ours, theirs, right = (t.detach().double() for t in (tensor.cpu(), plain[name], exact[name]))
-            _compare(name, ours, theirs, right, largest if name in gradient_names else 0.0)
+
+        def beyond(off: dict[str, float]) -> list[str]:
+            found = []
+            for name, tensor in got.items():
+                error, norm = _error(name, tensor, exact[name]), _norm(exact[name])
+                limit = _limit(name, norm, off[name], largest if name in gradient_names else 0.0)
+                if not error <= limit:
+                    found.append(f"{name} differs by {error:.3g}, limit {limit:.3g}, of {norm:.3g}")
+            return found
+
+        if beyond(off):
+            runs = [off, *(run_on_cpu(_nearby(host, seed))[1] for seed in range(1, _RUNS))]
+            off = {n: max(one, (sum(run[n] ** 2 for run in runs) / len(runs)) ** 0.5) for n, one in off.items()}
+            if found := beyond(off):
+                raise AssertionError("; ".join(found))
 
     # The gradient of the keys, if summed in no fixed order, reaches all parameters.
     count = 99 if not deterministic else 0
@@ -82,17 +107,33 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def _compare(name: str, got: Tensor, plain: Tensor, exact: Tensor, largest: float) -> None:
-    """`largest`: the largest norm of all gradients if the tensor is a gradient, else 0."""
+def _nearby(inputs: Args, seed: int) -> Args:
+    """The inputs with each column scaled by about 1: rows that are equal stay equal."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * (1 + _NEARBY * torch.randn(x.shape[-1], generator=generator)).to(x.dtype)
+
+    return {name: scaled(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def _norm(exact: Tensor) -> float:
+    return float(exact.detach()[exact.isfinite()].double().norm())
+
+
+def _error(name: str, got: Tensor, exact: Tensor) -> float:
+    got, exact = got.detach().double().cpu(), exact.detach().double()
     finite = exact.isfinite()
     if got.shape != exact.shape or not torch.equal(got.isfinite(), finite):
         raise AssertionError(f"{name} is not finite where it should be, or of another shape: {list(got.shape)}")
-    got, plain, exact = (t[finite] for t in (got, plain, exact))
-    error, off, norm = (float(t.norm()) for t in (got - exact, plain - exact, exact))
+    return float((got - exact)[finite].norm())
+
+
+def _limit(name: str, norm: float, off: float, largest: float) -> float:
+    """`off`: the error of the module in bf16 on the CPU. `largest`: the largest norm of all gradients; 0 if the tensor
+    is no gradient."""
     limit = _LIMIT * norm + _AS_REFERENCE * off + (_LEFT * largest if norm < _VANISHING * largest else 0)
-    limit += _LEFT_OF_LOSS if name == "indexer_loss" else 0
-    if not error <= limit:
-        raise AssertionError(f"{name} differs by {error:.3g}, limit {limit:.3g}, of {norm:.3g}")
+    return limit + (_LEFT_OF_LOSS if name == "indexer_loss" else 0)
 
 
 def _gradients(
