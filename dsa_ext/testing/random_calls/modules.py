@@ -23,10 +23,10 @@ _BF16 = torch.bfloat16
 #: module in bf16 on the CPU, since a gradient whose terms cancel consists of rounding errors.
 _LIMIT, _AS_REFERENCE = 0.05, 6
 #: A tensor of few numbers, such as the gradient of one head's gate bias, may have a small error by chance: of two
-#: independent normal errors of one number, one is more than 6 times the other in 10 % of all cases. So what exceeds its
-#: limit is judged by the root mean square of the errors of _RUNS runs, which one number exceeds 6 times in 0.03 %
-#: (Student's t). Their inputs differ by _NEARBY of each element, several units in the last place of bf16, so that
-#: everything is rounded anew.
+#: independent normal errors of one number, the first is more than 6 times the second in 10 % of all cases. So what
+#: exceeds its limit is judged by the root mean square of the errors of _RUNS runs, which one number exceeds 6 times in
+#: 0.03 % (Student's t). Their inputs differ by _NEARBY of each element, several units in the last place of bf16:
+#: everything is rounded anew. The same holds for errors of few terms, such as those whose relu is near 0.
 _RUNS, _NEARBY = 8, 2.0**-5
 #: A gradient whose norm is less than _VANISHING times the largest one is a sum of terms that cancel completely, such as
 #: that of scores with one key per row. bf16 rounding may leave _LEFT times the largest norm of it.
