@@ -1,4 +1,4 @@
-"""Sparse multi-query latent attention, and its attention weights summed over heads."""
+"""Sparse multi-query latent attention, its attention weights summed over heads, and decoding from a paged cache."""
 
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -223,3 +223,89 @@ def attn_dist(
     dist: Tensor = torch.ops.dsa.attn_dist.default(*batched[:4], *args[4:8], *batched[4:], *args[11:])
     dist = dist.squeeze(1) if per_head_block else dist[0]
     return dist if indices.dim() == 3 else dist.squeeze(-2)
+
+
+def pack_kv_fp8(kv: Tensor) -> Tensor:
+    """Packs latent keys in fp8, as :func:`sparse_mla_decode` reads them from its cache.
+
+    The first 512 columns are quantized as by :func:`act_quant`, with one scale per key and block of 128 columns; 64
+    further columns, the rope part, stay in bf16. A packed key is a row of bytes: 512 of e4m3, 16 of the four scales in
+    fp32, and 128 of the rope part if there is one. This is the layout of FlashMLA's fp8 cache. A block that contains a
+    NaN or an infinity becomes NaN when it is unpacked.
+
+    Args:
+        kv: latent keys [..., D], bf16, with any strides; D is 576 or 512.
+
+    Returns:
+        uint8 [..., 656] for D = 576, [..., 528] for D = 512; contiguous. Not differentiable.
+
+    Raises:
+        RuntimeError: kv violates one of these requirements. Also when there is no kernel for the GPU.
+    """
+    check_are_tensors("pack_kv_fp8", (kv,))
+    result: Tensor = torch.ops.dsa.pack_kv_fp8.default(kv)
+    return result
+
+
+def sparse_mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Sparse multi-query latent attention of a few new tokens per sequence over a paged cache.
+
+    For token n of sequence b and head h, over the valid slots i of its list, with key k_i in slot indices[b, n, i] of
+    the cache::
+
+        lse = log(sum_i exp(sm_scale * q.k_i))
+        out = sum_i exp(sm_scale * q.k_i) * k_i[:d_v]  /  (exp(lse) + exp(attn_sink[h]))
+
+    The slot of position `offset` in page `block` is block * page + offset. An id that names no slot of the cache is
+    padding, at any place in the list, and so are the ids from topk_length[b, n] on. Nothing but the listed keys is
+    read: all else in the cache may hold anything. A token without a key has out = 0 and lse = -inf. An id that is
+    listed twice counts twice.
+
+    Args:
+        q: queries [B, N, H, D], bf16, H <= 128. On the CPU also fp32 and float64.
+        kv_cache: latent keys of all sequences, in pages: [blocks, page, 1, D] like q, or packed by :func:`pack_kv_fp8`,
+            uint8 [blocks, page, 1, 656 for D = 576, 528 for D = 512]. The first `d_v` columns of a key are its value.
+            Pages may have any size.
+        indices: slots of the selected keys [B, N, K], int32, in any order.
+        sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default.
+        d_v: head dimension of a value. (D, d_v) is (576, 512) or (512, 512).
+        topk_length: number of leading ids in use, int32 [B, N], or [B] for all tokens of a sequence; all by default.
+        attn_sink: logit per head [H], fp32 (float64 for float64 inputs), that takes a share of the probability and
+            adds no value. -inf disables the sink.
+        batch_invariant: make the bits of a token's results independent of the batch around it, of its size and its
+            other tokens. Keys are then never split over SMs, so that small batches take longer; see the documentation
+            of the operator for how much.
+
+    Returns:
+        out [B, N, H, d_v] in the dtype of q, and lse [B, N, H], fp32, natural logarithm, without the sink. Neither is
+        differentiable. Deterministic (bitwise).
+
+    Nothing synchronizes with the host, and a call may be captured in a CUDA graph: a replay takes the contents that q,
+    the cache, indices and topk_length have then.
+
+    On CUDA the last dimension of q, kv_cache and indices must have stride 1 and every row of q and kv_cache must start
+    16-byte aligned; all other strides are arbitrary, so that the cache may be a slice of a larger buffer.
+
+    Raises:
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when the tensors are on a GPU that is not sm_90, or the kernels were not built.
+    """
+    try:
+        if topk_length is not None and topk_length.dim() == 1:
+            topk_length = topk_length[:, None].expand(-1, q.shape[1])
+    except AttributeError:
+        pass  # the check of the operator says which argument is no tensor
+    args = (q, kv_cache, indices, sm_scale, d_v, topk_length, attn_sink, batch_invariant)
+    check_are_tensors("sparse_mla_decode", args)
+    result: tuple[Tensor, Tensor] = torch.ops.dsa.sparse_mla_decode.default(*args)
+    return result

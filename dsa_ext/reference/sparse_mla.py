@@ -5,6 +5,7 @@ scores of one chunk bound the memory: S=4096 queries with 2048 keys each need le
 themselves.
 
 Letters: B batch, S queries, H heads, G kv groups, K selected slots, D columns of a key (the first d_v are its value).
+Decoding from a paged cache is in decode.py.
 """
 
 from collections.abc import Iterator

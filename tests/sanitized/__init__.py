@@ -11,6 +11,8 @@ PARTS: dict[str, Callable[[], None]] = {
         sparse_mla.sparse_mla_bwd,
         sparse_mla.sparse_mla_bwd_merged,
         sparse_mla.attn_dist,
+        sparse_mla.sparse_mla_decode,
+        sparse_mla.pack_kv_fp8,
         indexer.topk_select,
         indexer.indexer,
         indexer.indexer_paged,

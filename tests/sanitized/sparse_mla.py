@@ -1,4 +1,4 @@
-"""Sparse MLA, its gradients and its attention weights."""
+"""Sparse MLA, its gradients, its attention weights, and decoding."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from dsa_ext.testing.calls import ORDINARY, with_forward
-from dsa_ext.testing.inputs import drift_indices, make_inputs, spoil_indices, strided_copy
+from dsa_ext.testing.inputs import drift_indices, make_cache, make_inputs, spoil_indices, strided_cache, strided_copy
 from sanitized.calls import BF16, Args, checked, random
 
 # (B, S, S_kv, H, G, K, d_qk): one tile, several tiles, partial tiles of heads, groups, keys split over CTAs, no
@@ -21,6 +21,15 @@ SPARSE_MLA = (
     (1, 1, 600, 17, 1, 520, 576),
     (2, 2, 0, 65, 1, 5, 576),
     (1, 150, 100, 100, 1, 70, 576),
+)
+# (B, N, blocks, page, H, K, d_qk): one tile, partial tiles, keys split over CTAs, no key.
+SPARSE_MLA_DECODE = (
+    (2, 2, 3, 53, 64, 64, 576),
+    (1, 3, 5, 64, 128, 200, 512),
+    (2, 1, 7, 69, 5, 300, 576),
+    (1, 1, 40, 61, 20, 2000, 576),
+    (150, 1, 9, 2, 33, 17, 512),
+    (2, 2, 0, 64, 3, 5, 576),
 )
 
 
@@ -78,3 +87,20 @@ def sparse_mla_bwd_merged() -> None:
         args = {"q": inputs.q, "kv": inputs.kv, "indices": indices, "topk_length": lengths, "causal": False}
         args["dout"] = random(1, 257, heads, 512).to(BF16)
         checked("sparse_mla_bwd", **with_forward("sparse_mla_bwd", with_sink(args)))
+
+
+def sparse_mla_decode() -> None:
+    for i, (batch, tokens, blocks, page, heads, topk, d_qk) in enumerate(SPARSE_MLA_DECODE):
+        for packed in (True, False):
+            inputs = make_cache(batch, tokens, blocks, page, heads, topk, d_qk, packed=packed)
+            lengths = torch.arange(batch * tokens, dtype=torch.int32).view(batch, tokens) * 9
+            args = {"q": strided_copy(inputs.q), "kv_cache": inputs.kv_cache}
+            args["indices"] = spoil_indices(inputs.indices, blocks * page)
+            checked("sparse_mla_decode", **args, topk_length=lengths if i % 2 else None, batch_invariant=i % 3 == 0)
+        checked("sparse_mla_decode", **with_sink({**args, "kv_cache": strided_cache(args["kv_cache"])}))
+
+
+def pack_kv_fp8() -> None:
+    for shape in ((1, 576), (9, 512), (2, 3, 5, 576)):
+        checked("pack_kv_fp8", kv=random(*shape).to(BF16))
+    checked("pack_kv_fp8", kv=random(2, 1, 576).to(BF16).expand(2, 3, 576))

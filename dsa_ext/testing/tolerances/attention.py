@@ -8,14 +8,14 @@ probability has its own bound, and the bound of each result is computed from tho
 Shapes: n queries read the same K keys [.., K, D]; the leading dimensions are those of the reference's chunks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.reference import block_sparse, numerics, sparse_mla
+from dsa_ext.reference import block_sparse, decode, numerics, sparse_mla
 from dsa_ext.testing.tolerances.limits import (
     BF16_ROUNDING,
     ELEMENTWISE,
@@ -211,6 +211,24 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
         parts.noise = parts.noise * (share + noise)[..., None] + parts.magnitude * noise[..., None]
         parts.magnitude = parts.magnitude * share[..., None]
     return [_output(out, parts, rounded), _lse(lse, parts)]
+
+
+def sparse_mla_decode(args: dict[str, Any]) -> list[Expected]:
+    """As sparse_mla_fwd with the listed keys alone."""
+    args = {name: value if name == "kv_cache" else wide({name: value})[name] for name, value in args.items()}
+    q, indices = args["q"], args["indices"]
+    used = decode.used_slots(indices, args["topk_length"])
+    keys, ids = decode.listed_keys(args["kv_cache"], indices, used, torch.float64)
+    call = {"q": q.flatten(0, 1)[None], "kv": keys[None, :, None], "indices": ids.flatten(0, 1)[None, :, None]}
+    call |= {"sm_scale": args["sm_scale"], "d_v": args["d_v"], "causal": False, "q_start": 0, "positions_per_key": 1}
+    call |= {"topk_length": None, "starts": None, "ends": None, "attn_sink": args["attn_sink"], "deterministic": False}
+    return [_of_tokens(expected, q.shape[:2]) for expected in sparse_mla_fwd(call)]
+
+
+def _of_tokens(expected: Expected, shape: torch.Size) -> Expected:
+    """The same with the leading dimensions [1, B * N] of all tensors as [B, N]."""
+    tensors = {name: t[0].unflatten(0, shape) for name, t in vars(expected).items() if isinstance(t, Tensor)}
+    return replace(expected, **tensors)
 
 
 def wide_with_lse(args: dict[str, Any]) -> dict[str, Any]:
