@@ -25,14 +25,20 @@ def pack_kv_fp8(kv: Tensor) -> Tensor:
 
 def unpack_kv_fp8(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The keys [.., 576 or 512] of packed rows [.., 656 or 528]."""
-    dtypes, ends = (torch.float8_e4m3fn, torch.float32, torch.bfloat16), (PACKED_COLUMNS, PACKED_COLUMNS + SCALE_BYTES)
-    parts = zip(packed.tensor_split(ends, -1), dtypes, strict=True)
-    y, scales, rope = (_viewed(part, kind).to(dtype) for part, kind in parts)
+    y, scales, rope = (part.to(dtype) for part in parts_of_packed(packed))
     return torch.cat([(y.unflatten(-1, (-1, fp8.BLOCK)) * scales[..., None]).flatten(-2), rope], -1)
+
+
+def parts_of_packed(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies of the e4m3 part, the scales in fp32, and the rope part in bf16."""
+    y, scales, rope = packed.tensor_split((PACKED_COLUMNS, PACKED_COLUMNS + SCALE_BYTES), -1)
+    return _viewed(y, torch.float8_e4m3fn), _viewed(scales, torch.float32), _viewed(rope, torch.bfloat16)
 
 
 def _viewed(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of rows of any strides, their bytes taken as another dtype."""
+    if rows.shape[-1] == 0:
+        return rows.new_empty(rows.shape, dtype=dtype)
     return rows.clone(memory_format=torch.contiguous_format).view(dtype)
 
 

@@ -194,11 +194,7 @@ def _act_quant(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
 
 def _pack_kv_fp8(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
     """Compares e4m3, scales and rope part separately: NaN may have any bits."""
-    dtypes, ends = (torch.float8_e4m3fn, torch.float32, torch.bfloat16), (512, 528)
-    parts = [
-        [part.contiguous().view(dtype) for part, dtype in zip(packed.tensor_split(ends, -1), dtypes, strict=True)]
-        for packed in (got[0], reference.pack_kv_fp8(args["kv"].cpu()))
-    ]
+    parts = (reference.parts_of_packed(packed) for packed in (got[0], reference.pack_kv_fp8(args["kv"].cpu())))
     return exact_measures(("e4m3", "scales", "rope part"), *parts)
 
 
