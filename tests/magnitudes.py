@@ -28,6 +28,14 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sparse_mla_fwd": _SPARSE_MLA,
     "sparse_mla_bwd": _SPARSE_MLA,
     "attn_dist": [{"heads": 64}, {"heads": 128, "d_qk": 512}, {"heads": 33}, {"heads": 1}],
+    "sparse_mla_decode": [
+        {"heads": 64},
+        {"heads": 128, "d_qk": 512},
+        {"heads": 33, "packed": False},
+        {"tokens": 1, "page": 600, "topk": 2048, "packed": False},
+        {"tokens": 1, "page": 600, "topk": 2048},
+    ],
+    "pack_kv_fp8": [{"d_qk": 512}],
     "block_sparse_attn_fwd": [{"dim": 128}, {"dim": 128, "n_q": 64, "n_kv": 4000}, {"n_q": 2000, "n_kv": 1000}],
     "block_sparse_attn_bwd": [{"dim": 128}, {"dim": 128, "n_q": 64, "n_kv": 4000}, {"n_q": 2000, "n_kv": 1000}],
     "coarse_attn_fwd": [{"dim": 128}, {"dim": 128, "n_q": 64, "n_kv": 900}, {"n_q": 6000, "n_kv": 300}],
@@ -185,7 +193,7 @@ def cases(op: str, variants: bool = True) -> Iterator[Case]:
         found = [sizes(op, args), poisons(op, args)]
         if "sm_scale" in schema:
             found.append(scales(args))
-        if "sm_scale" in schema and op != "indexer_dense_loss":
+        if "sm_scale" in schema and op not in ("indexer_dense_loss", "sparse_mla_decode"):
             found.append(attention_sizes(args))
         if "indices" in args and "kv" in args and args["indices"].shape[1] > 1:
             found.append(attention_poisons(args))

@@ -201,11 +201,11 @@ def test_errors(name: str, caller: int) -> None:
 STRIDES: dict[str, tuple[dict[str, Any], str]] = {
     "columns": (
         {"kv_cache": torch.zeros(4, 10, 1, 2 * 656, dtype=torch.uint8)[..., ::2]},
-        "kv_cache must have stride 1 in its last dimension, got 2",
+        "kv_cache must have stride 1 in its last dimension, got stride 2",
     ),
     "ids": (
         {"indices": torch.zeros(2, 3, 48, dtype=torch.int32)[..., ::2]},
-        "indices must have stride 1 in its last dimension, got 2",
+        "indices must have stride 1 in its last dimension, got stride 2",
     ),
 }
 

@@ -10,14 +10,14 @@
 
 namespace dsa::sparse_mla_decode {
 
-inline constexpr int kCombineThreads = 128;  // one (token, head) row per CTA; four columns per thread
+inline constexpr int kCombineThreads = 128;  // one (token, head) row per CTA; four places of columns per thread
 static_assert(kMaxSplits <= sm90::kWarpThreads, "a lane of each warp weights a part");
 
 // Programmatic dependent launch (PDL): the CTAs wait for the parts.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ KernelParams p) {
   const int64_t row = blockIdx.x;
-  const int column = threadIdx.x * 4, lane = threadIdx.x % sm90::kWarpThreads, splits = p.plan.splits;
-  const float* g_parts = p.partial_out + row * kValueColumns + column;
+  const int place = threadIdx.x * 4, lane = threadIdx.x % sm90::kWarpThreads, splits = p.plan.splits;
+  const float* g_parts = p.partial_out + row * kValueColumns + place;
   const int64_t part = p.rows * kValueColumns;
   sm90::wait_for_preceding_kernel();
 
@@ -46,8 +46,12 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   }
   const bool empty = sum == 0.f;
   const float scale = empty ? 0.f : 1.f / denominator;
-  const uint2 packed{sm90::pack_bf16(out.x * scale, out.y * scale), sm90::pack_bf16(out.z * scale, out.w * scale)};
-  *reinterpret_cast<uint2*>(static_cast<Bf16*>(p.out) + row * kValueColumns + column) = packed;
+  auto* g_out = static_cast<Bf16*>(p.out) + row * kValueColumns;
+  const auto store = [&](int place, float low, float high) {
+    *reinterpret_cast<uint32_t*>(g_out + column_of_place(place, p.is_packed)) = pack_bf16(low * scale, high * scale);
+  };
+  store(place, out.x, out.y);
+  store(place + 2, out.z, out.w);
   if (threadIdx.x == 0) {
     p.lse[row] = empty ? -INFINITY : tiles::log_of_sum(top, sm90::log2_fast(sum) * sm90::kLn2);
   }

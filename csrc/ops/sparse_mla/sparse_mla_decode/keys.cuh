@@ -4,7 +4,7 @@
 // Keys are rows (M) of S^T = K Q^T. A thread loads and multiplies two keys of a tile: those of rows lane / 4 and
 // lane / 4 + 8 of its warp's 16. Four lanes share a key; each loads 16 bytes of every 64. The columns that a lane loads
 // are those that it holds as fragments of wgmma's A operand, because the columns of Q in shared memory are permuted
-// alike (store_query_piece).
+// alike (pair_offset); and so are those of values, and of O.
 #pragma once
 
 #include <cstdint>
@@ -28,24 +28,23 @@ static __device__ const uint4 g_zeros[2 * 576 / 16] = {};
 // A thread's two ids of each tile, of all items of the CTA one after another.
 struct IdStream {
   const KernelParams& p;
-  int index = blockIdx.x;  // the item after that of `tiles_left`
-  int tiles_left = 0;
-  int slots_left;  // from this thread's first row on
+  int next_item = blockIdx.x;
+  int slots_left = -kTileKeys;  // of the item's, from this thread's first row of the next tile on
   const int* g_ids;
 
   __device__ __forceinline__ explicit IdStream(const KernelParams& p) : p(p) {}
 
   // The ids of the next tile; -1 after the last one.
   __device__ __forceinline__ void take(int (&ids)[2]) {
-    if (tiles_left == 0) {
-      if (index >= p.items) {
+    const int row = fragment_row();
+    if (slots_left + row <= 0) {
+      if (next_item >= p.items) {
         ids[0] = ids[1] = -1;
         return;
       }
-      const Item item(p, index);
-      index += gridDim.x;
-      tiles_left = item.tiles;
-      const int first_slot = item.first_tile * kTileKeys + static_cast<int>(fragment_row());
+      const Item item(p, next_item);
+      next_item += gridDim.x;
+      const int first_slot = item.first_tile * kTileKeys + row;
       slots_left = item.slot_end - first_slot;
       g_ids = item.indices(p) + first_slot;
     }
@@ -53,7 +52,6 @@ struct IdStream {
     for (int r = 0; r < 2; ++r) ids[r] = r * kRowStep < slots_left ? __ldg(g_ids + r * kRowStep) : -1;
     g_ids += kTileKeys;
     slots_left -= kTileKeys;
-    --tiles_left;
   }
 };
 
@@ -63,7 +61,7 @@ struct KeyRows {
   static constexpr int kRowBytes = row_bytes(kC);
 
   const char* g_rows[2];  // at this lane's 16 bytes of the first 64
-  unsigned visible = 0;   // bit r: the r-th is a key
+  unsigned visible = 0;   // bit r < 2: the r-th is a key
 
   __device__ __forceinline__ KeyRows(const KernelParams& p, const int (&ids)[2]) {
 #pragma unroll
@@ -141,30 +139,23 @@ __device__ __forceinline__ void unpack_fragments(uint32_t* fragments, const uint
   }
 }
 
-// Fragments of 64 columns as values: a thread's two rows of a chunk. Each lane stores two pieces of eight columns.
-template <Config kC>
+// Fragments of 64 columns as values: a thread's two rows of a chunk, whose columns stay in the order of the fragments.
 __device__ __forceinline__ void store_values(uint32_t s_chunk, const uint32_t* fragments, int thread) {
-  const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane / 4;
+  const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane % 16;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int piece = kC.is_packed ? lane % 4 * 2 + i : lane % 4 + i * 4;
-      const uint32_t* words = fragments + 8 * i + r;
-      store_shared(s_chunk + swizzled_offset(row + r * kRowStep, piece), uint4{words[0], words[2], words[4], words[6]});
-    }
+  for (int step = 0; step < kFragmentWords / 4; ++step) {
+    const uint32_t* words = fragments + 4 * step;
+    store_matrices(s_chunk + swizzled_offset(row, 2 * step + lane / 16), words[0], words[1], words[2], words[3]);
   }
 }
 
-// Eight columns of a head of Q, in a chunk of 64 columns. Column pair j of piece p goes to where the fragments of keys
-// have it: lane `owner` of the four of a key, and of its words the `place`-th.
+// Eight columns of a head of Q, the p-th of a chunk.
 __device__ __forceinline__ void store_query_piece(uint32_t s_chunk, int head, int p, bool is_packed,
                                                   const uint4& piece) {
   const uint32_t pairs[4] = {piece.x, piece.y, piece.z, piece.w};
-  const int owner = is_packed ? p / 2 : p % 4, first_place = is_packed ? p % 2 * 4 : p / 4 * 4;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    store_shared(s_chunk + swizzled_offset(head, first_place + j) + owner * 4, static_cast<int>(pairs[j]));
+    store_shared(s_chunk + pair_offset(head, p, j, is_packed), static_cast<int>(pairs[j]));
   }
 }
 

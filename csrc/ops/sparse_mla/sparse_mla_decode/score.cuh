@@ -70,7 +70,6 @@ struct KeyStream {
   IdStream id_stream;
   int ids[2];        // of the tile after that of `keys`
   KeyRows<kC> keys;  // of the loads
-  unsigned visible;  // which keys of the tile that is scored are visible
 
   __device__ __forceinline__ explicit KeyStream(const KernelParams& p) : p(p), id_stream(p), keys(first_keys()) {
     id_stream.take(ids);
@@ -83,10 +82,13 @@ struct KeyStream {
   __device__ __forceinline__ void prefetch() const { KeyRows<kC>(p, ids).prefetch(); }
   // Continues with the loads of the next tile.
   __device__ __forceinline__ void advance() {
-    visible = keys.visible;
+    const unsigned before = keys.visible;
     keys = KeyRows<kC>(p, ids);
+    keys.visible |= before << 2;  // in the same register: there is no other
     id_stream.take(ids);
   }
+  // After advance: which keys of the tile before are visible. Bit r is the r-th.
+  __device__ __forceinline__ unsigned visible_before() const { return keys.visible >> 2; }
 };
 
 // Between two groups of columns with their own scales: S is the sum in units of the factor of group `group` - 1, and
@@ -110,14 +112,17 @@ __device__ __forceinline__ void change_units(const KeyRegisters<kC>& r, int grou
 
 // S^T = K Q^T of one tile. On the way the keys are stored as values to stage `slot`, and the first loads of the next
 // tile begin.
-template <Config kC, class Mma, class Queries, class Accumulator>
-__device__ __forceinline__ void multiply_keys(SharedStorage<kC>& shared, Mma& mma, KeyRegisters<kC>& r,
-                                              const Queries& r_q, Accumulator& r_s, KeyStream<kC>& stream, int slot) {
+template <Config kC, class Accumulator>
+__device__ __forceinline__ void multiply_keys(SharedStorage<kC>& shared, KeyRegisters<kC>& r, Accumulator& r_s,
+                                              KeyStream<kC>& stream, int slot) {
   using namespace cute;
   using R = KeyRegisters<kC>;
   constexpr int kGroupChunks = kScaleColumns / kChunkColumns;
   const uint32_t s_values = shared_address(shared.values[slot]);
   const int thread = warpgroup_thread();
+  ScoreMma<kC.heads> mma;
+  Tensor s_q = make_tensor(make_smem_ptr(shared.q), HeadsByColumns<kC.heads, kC.d_qk>{});
+  Tensor r_q = mma.get_slice(thread).partition_fragment_B(s_q);
   const auto multiply_chunk = [&](int chunk, int buffer) {
     warpgroup_fence_operand(r_s);
     warpgroup_arrive();
@@ -134,7 +139,7 @@ __device__ __forceinline__ void multiply_keys(SharedStorage<kC>& shared, Mma& mm
     unpack_fragments(r.fragments(chunk % R::kBuffers), r.packed[chunk % R::kAhead], powers);
   };
   const auto store_chunk = [&](int chunk) {
-    store_values<kC>(s_values + chunk * kChunkBytes, r.fragments(chunk % R::kBuffers), thread);
+    store_values(s_values + chunk * kChunkBytes, r.fragments(chunk % R::kBuffers), thread);
   };
   const auto load_ahead = [&](int chunk) {
     if (chunk + R::kAhead == kValueChunks) stream.advance();
@@ -192,10 +197,9 @@ __device__ __forceinline__ void raise_maxima(SharedStorage<kC>& shared, const Ac
 #pragma unroll
     for (int w = 1; w < kWarpsPerWarpgroup; ++w) top = fmaxf(top, shared.warp_tops[w][head]);
     top = raised_max(column_max[c], top);
-    if (thread < 4) {
-      shared.rescale[head] = rescale_bits(column_max[c], top);
-      shared.running_max[head] = top;
-    }
+    const int exponent = rescale_bits(column_max[c], top);
+    if (thread < 4) shared.rescale[head] = exponent;
+    if (thread < 4) shared.running_max[head] = top;
     column_max[c] = top;
   }
   sync_warpgroup<kScoreBarrier>();
@@ -236,10 +240,16 @@ __device__ __forceinline__ void publish_probs(SharedStorage<kC>& shared, const K
     const float base = column_max[c] == -INFINITY ? 0.f : column_max[c];
     const float2 probs{exp2_fast(r_s(c / 2 * 4 + c % 2) - base), exp2_fast(r_s(c / 2 * 4 + c % 2 + 2) - base)};
     *reinterpret_cast<float2*>(shared.probs + probs_offset(head, place)) = probs;
-    if (thread < 4 && !raised) shared.rescale[head] = kExponentOfOne;
-    if (thread < 4) shared.row_max[head] = column_max[c];
   }
-  if (thread == 0) shared.finished_item = finished_item;
+  if (thread < 4) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int head = column_in_row(c, lane);
+      if (!raised) shared.rescale[head] = kExponentOfOne;
+      shared.row_max[head] = column_max[c];
+    }
+    if (thread == 0) shared.finished_item = finished_item;
+  }
   if constexpr (kC.is_packed) {  // each of a key's four lanes writes the factors of one group
     const int group = lane % 4;
     *reinterpret_cast<float2*>(&shared.factors[group][place]) = {SplitScale(of_group(r.scales[0], group)).factor,
@@ -250,10 +260,7 @@ __device__ __forceinline__ void publish_probs(SharedStorage<kC>& shared, const K
 template <Config kC>
 __device__ __forceinline__ void score(SharedStorage<kC>& shared, const KernelParams& p) {
   using namespace cute;
-  ScoreMma<kC.heads> mma;
-  Tensor s_q = make_tensor(make_smem_ptr(shared.q), HeadsByColumns<kC.heads, kC.d_qk>{});
-  Tensor r_q = mma.get_slice(warpgroup_thread()).partition_fragment_B(s_q);
-  Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kC.heads>>{});
+  Tensor r_s = partition_fragment_C(ScoreMma<kC.heads>{}, Shape<_64, Int<kC.heads>>{});
   KeyRegisters<kC> r;
   KeyStream<kC> stream(p);
   r.begin(stream.keys);
@@ -269,8 +276,8 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const KernelPar
       const int slot = tile % kStages;
       stream.prefetch();
       wait(&shared.empty[slot], tile / kStages % 2 ^ 1);
-      multiply_keys(shared, mma, r, r_q, r_s, stream, slot);
-      publish_probs(shared, r, r_s, p.scale_log2, stream.visible, tile % 2 ^ 1, tiles_left == 1 ? index : -1);
+      multiply_keys(shared, r, r_s, stream, slot);
+      publish_probs(shared, r, r_s, p.scale_log2, stream.visible_before(), tile % 2 ^ 1, tiles_left == 1 ? index : -1);
       fence_async_proxy();
       arrive(&shared.full[slot]);
       r.load_scales(stream.keys);

@@ -44,6 +44,20 @@ __device__ __forceinline__ int probs_offset(int head, int place) {
   return head * kTileRows + ((place >> 3 ^ swizzle) << 3) + (place & 7);
 }
 
+// The order of columns in a chunk of 64 in shared memory: that of the fragments of wgmma whose lanes loaded 16 bytes
+// each. Of eight columns p of a row, pair j is word `owner` of piece `first + j`.
+__device__ __forceinline__ uint32_t pair_offset(int row, int p, int j, bool is_packed) {
+  const int owner = is_packed ? p / 2 : p % 4, first = is_packed ? p % 2 * 4 : p / 4 * 4;
+  return swizzled_offset(row, first + j) + owner * 4;
+}
+// The inverse: the column at an even place of that order.
+__device__ __forceinline__ int column_of_place(int place, bool is_packed) {
+  const int step = place / 16 % 4, half = place / 8 % 2, owner = place / 2 % 4, chunk = place / kChunkColumns;
+  const int column =
+      is_packed ? 16 * owner + 4 * step + 2 * half : 32 * (step / 2) + 8 * owner + 4 * (step % 2) + 2 * half;
+  return chunk * kChunkColumns + column;
+}
+
 inline constexpr int kRows = 64;  // of P and O: heads, and zeros for those that an item does not have
 
 template <Config kC>

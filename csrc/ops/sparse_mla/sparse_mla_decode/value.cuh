@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_output(SharedStorage<kC>& shared, const Ke
 #pragma unroll
   for (int i = 0; i < cute::size(r_o); ++i) r_o(i) *= factors[i / 2 % 2];
 
-  if (is_part) {
+  if (is_part) {  // in the order of columns in shared memory
     float* g_out = p.partial_out + (first_row + row) * kValueColumns + kBack * kHalfColumns + lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -66,7 +66,11 @@ __device__ __forceinline__ void store_output(SharedStorage<kC>& shared, const Ke
   const char* s_lane = reinterpret_cast<const char*>(s_out) + lane / 8 * kChunkBytes;
 #pragma unroll 4
   for (int head = warp * 16; head < min(warp * 16 + 16, heads_left); ++head) {
-    const Piece piece = *reinterpret_cast<const Piece*>(s_lane + swizzled_offset(head, lane % 8));
+    Piece piece;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      piece.words[j] = *reinterpret_cast<const uint32_t*>(s_lane + pair_offset(head, lane % 8, j, kC.is_packed));
+    }
     *reinterpret_cast<Piece*>(g_out + int64_t{head} * kValueColumns) = piece;
   }
 }
