@@ -66,8 +66,8 @@ PYBIND11_MODULE(host_functions, m) {
     const auto plan = dsa::sparse_mla_decode::make_plan(tokens, heads, topk, num_sms, batch_invariant);
     return py::make_tuple(plan.block_heads, plan.splits);
   });
-  decode.attr("head_blocks") = std::vector<int>(std::begin(dsa::sparse_mla_decode::kHeadBlocks),
-                                                std::end(dsa::sparse_mla_decode::kHeadBlocks));
+  decode.attr("head_blocks") =
+      std::vector<int>(std::begin(dsa::sparse_mla_decode::kHeadBlocks), std::end(dsa::sparse_mla_decode::kHeadBlocks));
   decode.attr("max_splits") = dsa::sparse_mla_decode::kMaxSplits;
 
   // (item, first unit, end, units) of each worker's pieces

@@ -31,7 +31,8 @@ def packed(kv: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("rows", "d_qk"), itertools.product([(), (0,), (1,), (7,), (8,), (9,), (1000,), (3, 0, 2), (5, 64, 1)], [576, 512])
+    ("rows", "d_qk"),
+    list(itertools.product([(), (0,), (1,), (7,), (8,), (9,), (1000,), (3, 0, 2), (5, 64, 1)], [576, 512])),
 )
 def test_equals_the_reference(rows: tuple[int, ...], d_qk: int) -> None:
     packed(make(*rows, d_qk))

@@ -37,7 +37,7 @@ def expected(q: Tensor, kv_cache: Tensor, indices: Tensor, **options: Any) -> tu
     return brute_force(q.double(), kv, indices[:, :, None], d_v=512, causal=False, **options)
 
 
-@pytest.mark.parametrize(("packed", "d_qk", "page"), itertools.product((False, True), (576, 512), (1, 7)))
+@pytest.mark.parametrize(("packed", "d_qk", "page"), list(itertools.product((False, True), (576, 512), (1, 7))))
 def test_matches_brute_force(packed: bool, d_qk: int, page: int) -> None:
     inputs = make_cache(2, 3, 14 // page, page, 2, 9, d_qk, packed=packed, dtype=torch.float64)
     indices = spoil_indices(inputs.indices, 14)

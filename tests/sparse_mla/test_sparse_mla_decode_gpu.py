@@ -229,7 +229,7 @@ def test_every_number_of_e4m3() -> None:
         assert torch.equal(out[0, 0].float(), row.expand(128, 512))
 
 
-@pytest.mark.parametrize(("packed", "d_qk"), itertools.product((True, False), (576, 512)))
+@pytest.mark.parametrize(("packed", "d_qk"), list(itertools.product((True, False), (576, 512))))
 def test_strided_views(packed: bool, d_qk: int) -> None:
     inputs = make_gpu(3, 2, 9, 20, 65, 70, d_qk, packed=packed)
     indices = spoil_indices(inputs.indices, 180)
@@ -248,7 +248,7 @@ def test_strided_views(packed: bool, d_qk: int) -> None:
             assert torch.equal(got, exact)
 
 
-@pytest.mark.parametrize(("heads", "packed"), itertools.product((16, 64, 128), (True, False)))
+@pytest.mark.parametrize(("heads", "packed"), list(itertools.product((16, 64, 128), (True, False))))
 @pytest.mark.parametrize("batch", [1, 150])
 def test_repeats_are_bitwise_equal(heads: int, packed: bool, batch: int) -> None:
     inputs = make_gpu(batch, 2, 100, 64, heads, 2048, packed=packed)
@@ -258,7 +258,7 @@ def test_repeats_are_bitwise_equal(heads: int, packed: bool, batch: int) -> None
             assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(("heads", "packed"), itertools.product((1, 16, 40, 128), (True, False)))
+@pytest.mark.parametrize(("heads", "packed"), list(itertools.product((1, 16, 40, 128), (True, False))))
 def test_batch_invariance(heads: int, packed: bool) -> None:
     """A token has the same bits in any batch, at any position of it, with any neighbors."""
     inputs = make_gpu(128, 2, 300, 64, heads, 2048, packed=packed)
@@ -276,7 +276,7 @@ def test_batch_invariance(heads: int, packed: bool) -> None:
     assert torch.equal(OP(q, inputs.kv_cache, indices, **options)[0][100, 1], out[5, 0])
 
 
-@pytest.mark.parametrize(("batch", "packed"), itertools.product((1, 90), (True, False)))
+@pytest.mark.parametrize(("batch", "packed"), list(itertools.product((1, 90), (True, False))))
 def test_side_stream(batch: int, packed: bool) -> None:
     inputs = make_gpu(batch, 1, 40, 64, 128, 2048, packed=packed)
     expected, _ = OP(inputs.q, inputs.kv_cache, inputs.indices)
@@ -286,7 +286,7 @@ def test_side_stream(batch: int, packed: bool) -> None:
         assert torch.equal(out, expected), name
 
 
-@pytest.mark.parametrize(("batch", "packed"), itertools.product((1, 40), (True, False)))
+@pytest.mark.parametrize(("batch", "packed"), list(itertools.product((1, 40), (True, False))))
 def test_replays_take_other_contents(batch: int, packed: bool) -> None:
     """Contents, lists and lengths change between the capture and the replay, and nothing else."""
     inputs, later = (make_gpu(batch, 2, 40, 64, 64, 1000, packed=packed, seed=seed) for seed in (1, 2))
