@@ -401,6 +401,10 @@ def test_errors_on_the_device() -> None:
         OP(inputs.q, inputs.kv_cache, inputs.indices, attn_sink=torch.zeros(16))
 
 
-def test_time_of_the_host() -> None:
+def test_host_overhead() -> None:
+    """One eager call costs the host at most 14 microseconds, or 3.5 times an elementwise operator on a slower host."""
     inputs = make_gpu(1, 1, 4, 64, 16, 64)
-    assert host_us(lambda: OP(inputs.q, inputs.kv_cache, inputs.indices)) < HOST_LIMIT
+    operator = host_us(lambda: OP(inputs.q, inputs.kv_cache, inputs.indices))
+    elementwise = host_us(lambda: torch.add(inputs.indices, 1))
+    print(f"host: sparse_mla_decode {operator:.1f} us, torch.add {elementwise:.1f} us")
+    assert operator <= max(HOST_LIMIT, 3.5 * elementwise)
