@@ -191,7 +191,8 @@ Operator(
 )
 Operator(
     "sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor indices, float? sm_scale=None, SymInt d_v=512, "
-    "Tensor? topk_length=None, Tensor? attn_sink=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
+    "Tensor? topk_length=None, Tensor? attn_sink=None, bool batch_invariant=False, bool inf_if_empty=False) -> "
+    "(Tensor out, Tensor lse)",
     check=_check_decode,
     fake=_fake_decode,
     reference=reference.sparse_mla_decode,

@@ -71,8 +71,9 @@ def sparse_mla_decode(
     d_v: int = 512,
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    inf_if_empty: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`dsa_ext.sparse_mla_decode`."""
+    """See :func:`dsa_ext.sparse_mla_decode`. With `inf_if_empty` lse is +inf where it would be -inf."""
     used = used_slots(indices, topk_length)
     keys, ids = listed_keys(kv_cache, indices, used, compute_dtype(q))
     out, lse = sparse_mla_fwd(
@@ -84,4 +85,6 @@ def sparse_mla_decode(
         causal=False,
         attn_sink=attn_sink,
     )
+    if inf_if_empty:
+        lse.masked_fill_(lse == -torch.inf, torch.inf)
     return out.view(*q.shape[:3], d_v), lse.view(q.shape[:3])

@@ -79,9 +79,23 @@ def test_tokens_without_a_key(sink: float | None) -> None:
     attn_sink = None if sink is None else torch.full((4,), sink)
     for ids in (torch.tensor([INT32_MIN, -1, 16, INT32_MAX], dtype=torch.int32).expand(1, 2, 4), inputs.indices):
         lengths = torch.tensor([[0, INT32_MIN]], dtype=torch.int32) if ids is inputs.indices else None
-        out, lse = OP(inputs.q, inputs.kv_cache, ids, topk_length=lengths, attn_sink=attn_sink)
-        assert (out == 0).all()
-        assert (lse == -math.inf).all()
+        for inf_if_empty in (False, True):
+            options = {"topk_length": lengths, "attn_sink": attn_sink, "inf_if_empty": inf_if_empty}
+            out, lse = OP(inputs.q, inputs.kv_cache, ids, **options)
+            assert (out == 0).all()
+            assert (lse == (math.inf if inf_if_empty else -math.inf)).all()
+
+
+def test_inf_if_empty_concerns_tokens_without_a_key_only() -> None:
+    args = changed(topk_length=torch.tensor([[0, 3, 8], [8, 0, 1]], dtype=torch.int32))
+    out, lse = OP(**args)
+    args["inf_if_empty"] = True
+    assert torch.equal(OP(**args)[0], out)
+    infinite = OP(**args)[1]
+    assert torch.equal(infinite, lse.masked_fill(args["topk_length"][..., None] == 0, math.inf))
+    check("sparse_mla_decode", (out, infinite), args)
+    with pytest.raises(AssertionError, match="lse"):
+        check("sparse_mla_decode", (out, lse), args)
 
 
 def test_a_nan_stays_with_the_tokens_that_list_it() -> None:

@@ -124,7 +124,7 @@ def test_split_keys(batch: int, heads: int, packed: bool) -> None:
     sink = torch.linspace(-5, 5, heads, device=DEVICE)
     lengths = torch.arange(batch, device=DEVICE, dtype=torch.int32).view(batch, 1) * 777 % 4097
     check(inputs.q, inputs.kv_cache, inputs.indices)
-    check(inputs.q, inputs.kv_cache, inputs.indices, topk_length=lengths, attn_sink=sink)
+    check(inputs.q, inputs.kv_cache, inputs.indices, topk_length=lengths, attn_sink=sink, inf_if_empty=True)
 
 
 @pytest.mark.parametrize("value", [INT32_MIN, -1, 128, INT32_MAX])
@@ -132,10 +132,11 @@ def test_split_keys(batch: int, heads: int, packed: bool) -> None:
 def test_padding_alone(value: int, packed: bool) -> None:
     inputs = make_gpu(2, 2, 2, 64, 128, 2048, packed=packed)
     cache = poison_cache(inputs.kv_cache, inputs.indices[:0])
-    for invariant in (False, True):
-        out, lse = check(inputs.q, cache, torch.full_like(inputs.indices, value), batch_invariant=invariant)
+    indices = torch.full_like(inputs.indices, value)
+    for invariant, inf_if_empty in itertools.product((False, True), repeat=2):
+        out, lse = check(inputs.q, cache, indices, batch_invariant=invariant, inf_if_empty=inf_if_empty)
         assert (out == 0).all()
-        assert (lse == -math.inf).all()
+        assert (lse == (math.inf if inf_if_empty else -math.inf)).all()
 
 
 @pytest.mark.parametrize("packed", [True, False])

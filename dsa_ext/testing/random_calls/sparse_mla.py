@@ -144,7 +144,8 @@ def sparse_mla_decode(draw: Draw) -> Args:
     else:
         cache = draw.view(cache)
     args = {"q": draw.view(q), "kv_cache": cache, "indices": indices, "sm_scale": scale, "topk_length": topk_length}
-    return {**_with_sink(draw, args), "batch_invariant": draw.chance(0.3)}
+    flags = {name: draw.chance(0.3) for name in ("batch_invariant", "inf_if_empty")}
+    return {**_with_sink(draw, args), **flags}
 
 
 def functional_sparse_mla(draw: Draw) -> Call:

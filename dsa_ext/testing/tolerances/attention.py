@@ -222,7 +222,10 @@ def sparse_mla_decode(args: dict[str, Any]) -> list[Expected]:
     call = {"q": q.flatten(0, 1)[None], "kv": keys[None, :, None], "indices": ids.flatten(0, 1)[None, :, None]}
     call |= {"sm_scale": args["sm_scale"], "d_v": args["d_v"], "causal": False, "q_start": 0, "positions_per_key": 1}
     call |= {"topk_length": None, "starts": None, "ends": None, "attn_sink": args["attn_sink"], "deterministic": False}
-    return [_of_tokens(expected, q.shape[:2]) for expected in sparse_mla_fwd(call)]
+    out, lse = sparse_mla_fwd(call)
+    if args["inf_if_empty"]:
+        lse.value = lse.value.masked_fill(lse.value == -torch.inf, torch.inf)
+    return [_of_tokens(expected, q.shape[:2]) for expected in (out, lse)]
 
 
 def _of_tokens(expected: Expected, shape: torch.Size) -> Expected:

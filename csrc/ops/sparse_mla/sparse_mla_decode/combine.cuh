@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   store(place, out.x, out.y);
   store(place + 2, out.z, out.w);
   if (threadIdx.x == 0) {
-    p.lse[row] = empty ? -INFINITY : tiles::log_of_sum(top, sm90::log2_fast(sum) * sm90::kLn2);
+    p.lse[row] = empty ? p.empty_lse : tiles::log_of_sum(top, sm90::log2_fast(sum) * sm90::kLn2);
   }
 }
 

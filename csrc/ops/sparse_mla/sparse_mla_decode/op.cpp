@@ -47,7 +47,7 @@ void check_inputs(const Tensor& q, const Tensor& kv_cache, const Tensor& indices
 
 std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor indices, std::optional<double> sm_scale,
                                              int64_t d_v, std::optional<Tensor> topk_length,
-                                             std::optional<Tensor> attn_sink, bool batch_invariant) {
+                                             std::optional<Tensor> attn_sink, bool batch_invariant, bool inf_if_empty) {
   check_inputs(q, kv_cache, indices, sm_scale, d_v, topk_length, attn_sink);
   const DeviceCall call(kOp, "q", q);
 
@@ -91,6 +91,7 @@ std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor i
       .device = call.index,
       .num_sms = call.num_sms,
       .sm_scale = static_cast<float>(sm_scale ? *sm_scale : 1.0 / std::sqrt(static_cast<double>(d_qk))),
+      .empty_lse = inf_if_empty ? INFINITY : -INFINITY,
       .plan = plan,
       .out = out.data_ptr(),
       .lse = static_cast<float*>(lse.data_ptr()),

@@ -26,6 +26,7 @@ struct Params {
   int device;   // CUDA device index
   int num_sms;  // SMs of the device
   float sm_scale;
+  float empty_lse;  // lse of a token without keys: -inf or +inf
 
   Plan plan;
   void* out;           // bf16 [batch, tokens, heads, 512], contiguous

@@ -39,7 +39,8 @@ __device__ __forceinline__ void store_output(SharedStorage<kC>& shared, const Ke
     factors[r] = empty ? 0.f : 1.f / denominator;
     if (exists && !kBack && lane % 4 == 0) {
       float* g_lse = is_part ? p.partial_lse : p.lse;
-      g_lse[first_row + head] = empty ? -INFINITY : kLn2 * log_of_sum(row_max[r], log2f(row_sum[r]));
+      const float empty_lse = is_part ? -INFINITY : p.empty_lse;
+      g_lse[first_row + head] = empty ? empty_lse : kLn2 * log_of_sum(row_max[r], log2f(row_sum[r]));
     }
   }
 #pragma unroll
