@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
+from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_yarn
 
 
@@ -116,6 +117,26 @@ class LightningIndexer(nn.Module):
         position."""
         return select_keys(tensors, *(causal_bounds(tensors.k) if bounds is None else bounds), topk, self.precision)
 
+    @torch.no_grad()
+    def select_cached(self, tensors: IndexerTensors, cache: PagedKVCache, layer: int, topk: int) -> Tensor:
+        """Writes the keys of the cache's current step, and selects for each of its queries among all keys that its
+        sequence has in the cache: int32 [B, S, topk], ascending in the order of the sequence, then -1.
+
+        They are cache slots in a step of decoding, and numbers of keys as in PagedKVCache.gather in one of prefill.
+        """
+        step = cache.step
+        (q, k, weights), k_scale = as_selected(tensors, self.precision)
+        cache.write_index(layer, k, k_scale)
+        if isinstance(step, PrefillStep):
+            k, k_scale = cache.gather_index(layer)
+            bounds = step.starts[0], step.ends[0]
+            return functional.indexer_topk(q[0], k, weights[0], *bounds, topk, k_scale=k_scale)[0][None]
+        pages, heads = cache.index_keys(layer), weights.flatten(0, 1)
+        slots, _ = functional.indexer_topk_paged(
+            q, pages, heads, step.context_lens, step.block_table, topk, return_slots=True
+        )
+        return slots.view(*q.shape[:2], topk)
+
     def scores(self, tensors: IndexerTensors, ids: Tensor) -> Tensor:
         """Scores of the listed keys [B, S, K], -inf where an id is not one of the S keys. Differentiable."""
         return scores_of_keys(tensors, ids)
@@ -134,6 +155,14 @@ def sequences(*tensors: Tensor) -> list[tuple[Any, ...]]:
     return list(zip(*tensors, strict=True)) or [tuple(t.flatten(0, 1) for t in tensors)]
 
 
+def as_selected(tensors: IndexerTensors, precision: Literal["fp8", "bf16"]) -> tuple[IndexerTensors, Tensor | None]:
+    """The tensors as the selection takes them, and the scales of keys in fp8 [B, S]."""
+    if precision != "fp8":
+        return tensors, None
+    q, q_scale, k, k_scale = functional.quantize_indexer(tensors.q, tensors.k)
+    return IndexerTensors(q, k, tensors.weights.float() * q_scale), k_scale
+
+
 @torch.no_grad()
 def select_keys(
     tensors: IndexerTensors, starts: Tensor, ends: Tensor, topk: int, precision: Literal["fp8", "bf16"]
@@ -141,11 +170,9 @@ def select_keys(
     """Ids of the `topk` keys with the highest scores among those within the bounds, which are int32 [B, S], of each
     sequence: [B, S, topk], int32, ascending, then -1. The number of keys T may differ from that of queries."""
     batch, seq_kv = tensors.k.shape[:2]
-    q, k, weights = (t.flatten(0, 1) for t in tensors)
-    k_scale = None
-    if precision == "fp8":
-        q, q_scale, k, k_scale = functional.quantize_indexer(q, k)
-        weights = weights.float() * q_scale
+    selected, scales = as_selected(tensors, precision)
+    q, k, weights = (t.flatten(0, 1) for t in selected)
+    k_scale = None if scales is None else scales.flatten()
     if batch > 1:
         first = _first_keys(tensors)
         # A bound outside of the sequence would be a key of another.
