@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dsa_ext import functional
 from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
-from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_yarn
+from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn
 
 
 class IndexerTensors(NamedTuple):
@@ -83,7 +83,7 @@ class LightningIndexer(nn.Module):
         bounds = q.new_empty(0, dtype=torch.int32)
         functional.indexer_topk(q, q.new_empty(0, self.head_dim), weights, bounds, bounds, topk)
 
-    def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor | None = None) -> IndexerTensors:
+    def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor | PlacedRows | None = None) -> IndexerTensors:
         """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and positions for RoPE [S] or [B, S], 0 to S - 1 by
         default."""
         if positions is None:
@@ -91,22 +91,22 @@ class LightningIndexer(nn.Module):
         q, weights = self.queries(x, q_latent, positions)
         return IndexerTensors(q, self.keys(x, positions), weights)
 
-    def queries(self, x: Tensor, q_latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def queries(self, x: Tensor, q_latent: Tensor, positions: Tensor | PlacedRows) -> tuple[Tensor, Tensor]:
         """Queries [B, S, Hi, Di] and head weights [B, S, Hi]."""
         return self.placed_queries(self.wq_b(q_latent), self.weights_proj(x), positions)
 
-    def placed_queries(self, q: Tensor, weights: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def placed_queries(self, q: Tensor, weights: Tensor, positions: Tensor | PlacedRows) -> tuple[Tensor, Tensor]:
         """The same, from the results of both projections."""
         q = self._placed(q.unflatten(-1, (self.heads, self.head_dim)), positions)
         weights = weights if weights.dtype == torch.float64 else weights.float()
         return q, weights * (self.head_dim * self.heads) ** -0.5
 
-    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
+    def keys(self, x: Tensor, positions: Tensor | PlacedRows) -> Tensor:
         """Keys [B, S, Di]."""
         k = self.wk(x)
         return self._placed(self.k_norm(k).to(k.dtype), positions)  # autocast computes norms in fp32
 
-    def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _placed(self, x: Tensor, positions: Tensor | PlacedRows) -> Tensor:
         options: Any = {"columns": self.rope_dim, "layout": self.rope, "yarn": self.yarn}
         x = apply_rope(x, positions, self.rope_theta, **options)
         return functional.hadamard_transform(x) if self.hadamard else x

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -110,5 +111,5 @@ class PageTables:
         entries.fill_(-1)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     raise ValueError(f"PagedKVCache: {message}")

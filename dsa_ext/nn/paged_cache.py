@@ -1,13 +1,14 @@
 """A paged cache of latent keys and of the indexer's keys, for decoding."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from dsa_ext import functional
 from dsa_ext.nn.page_tables import PageTables
+from dsa_ext.nn.rotary import PlacedRows
 from dsa_ext.ops._checks import describe, dtype_name
 from dsa_ext.ops.indexer import DIMS
 from dsa_ext.ops.sparse_mla import VALUE_COLUMNS, WIDTHS
@@ -131,6 +132,7 @@ class PagedKVCache:
         self._block_table = self._tables.tables[:-1].to(self.device, copy=True)
         self._uploaded = self._tables.tables[:-1].clone()  # what _block_table has
         self._step: DecodeStep | PrefillStep | None = None
+        self._rope_tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
     @property
     def step(self) -> DecodeStep | PrefillStep:
@@ -267,6 +269,10 @@ class PagedKVCache:
         positions, blocks, offsets = self._words[: 3 * batch * tokens].view(3, -1)
         context_lens = self._words[3 * batch * tokens :].view(torch.int32)[:batch]
         self._step = DecodeStep(positions.view(batch, tokens), blocks, offsets, context_lens, self._block_table[:batch])
+
+    def rows(self) -> PlacedRows:
+        """The positions of the step's tokens, for apply_rope."""
+        return PlacedRows(self.step.positions, self.max_length, self._rope_tables)
 
     def kv(self, layer: int) -> Tensor:
         """Pages of latent keys, as sparse_mla_decode takes them: [pages, page_size, 1, columns or bytes]."""

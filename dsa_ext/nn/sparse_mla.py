@@ -274,7 +274,7 @@ class SparseMLA(nn.Module):
             self._check_ids(ids, x)
         step = cache.step
         is_prefill = isinstance(step, PrefillStep)
-        rows = _Rows(step.positions, (step.starts, step.ends) if isinstance(step, PrefillStep) else None)
+        rows = _Rows(cache.rows(), (step.starts, step.ends) if isinstance(step, PrefillStep) else None)
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         cache.write(layer, self._keys(x, rows))
         keys = None  # that are selected, by their numbers among those that prefill gathers
@@ -394,7 +394,7 @@ class SparseMLA(nn.Module):
 class _Rows(NamedTuple):
     """Where the rows of x stand."""
 
-    positions: Tensor  # for RoPE, [S] or [B, S]
+    positions: Any  # for RoPE, [S] or [B, S]: a tensor, or PlacedRows
     bounds: tuple[Tensor, Tensor] | None  # the first key and the one after the last that a query sees, int32 [B, S]
 
     def at(self, rows: Tensor, batch: int) -> "_Rows":
