@@ -11,13 +11,13 @@ from dsa_ext.nn.page_tables import PageTables
 from dsa_ext.nn.rotary import PlacedRows
 from dsa_ext.ops._checks import describe, dtype_name
 from dsa_ext.ops.indexer import DIMS
-from dsa_ext.ops.sparse_mla import VALUE_COLUMNS, WIDTHS
+from dsa_ext.ops.sparse_mla import WIDTHS
+from dsa_ext.reference.decode import packed_bytes, unpack_kv_fp8
 
 FP8 = torch.float8_e4m3fn
 #: Most tokens of each sequence in one step of decoding.
 MAX_TOKENS = 6
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-_SCALED_COLUMNS = 128  # of latents in fp8 that share a scale
 
 
 class DecodeStep(NamedTuple):
@@ -114,10 +114,10 @@ class PagedKVCache:
         def memory(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
             return [torch.empty(pages, *shape, device=device, dtype=dtype) for _ in range(layers)]
 
-        scales = 4 * VALUE_COLUMNS // _SCALED_COLUMNS
-        packed = VALUE_COLUMNS + scales + 2 * (columns - VALUE_COLUMNS)
         self._kv = (
-            memory((page_size, 1, packed), torch.uint8) if dtype == FP8 else memory((page_size, 1, columns), dtype)
+            memory((page_size, 1, packed_bytes(columns)), torch.uint8)
+            if dtype == FP8
+            else memory((page_size, 1, columns), dtype)
         )
         self._index = (
             memory((page_size, index_columns + 4), torch.uint8)
@@ -306,11 +306,7 @@ class PagedKVCache:
         rows = _gather(self._kv[self._layer(layer)][:, :, 0], self._prefill_step())
         if self.dtype != FP8:
             return rows
-        values, scales, rope = rows.split(
-            [VALUE_COLUMNS, 4 * VALUE_COLUMNS // _SCALED_COLUMNS, rows.shape[1] - VALUE_COLUMNS - 16], dim=1
-        )
-        latent = values.view(FP8).float().unflatten(1, (-1, _SCALED_COLUMNS)) * scales.view(torch.float32)[..., None]
-        return torch.cat([latent.flatten(1).to(dtype), rope.view(torch.bfloat16).to(dtype)], dim=1)
+        return unpack_kv_fp8(rows).to(dtype)
 
     def gather_index(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """The indexer's keys of a step of prefill [T_kv, index_columns], and the scales of keys in fp8 [T_kv]."""
