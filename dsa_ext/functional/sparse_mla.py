@@ -11,8 +11,10 @@ from dsa_ext.ops._checks import check_are_tensors, describe, fail
 from dsa_ext.ops._library import is_transformed
 
 _sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
-#: The function that a call of the overload forwards to; calling it directly saves one Python frame.
-_sparse_mla_fwd_direct: Callable[..., tuple[Tensor, Tensor]] = _sparse_mla_fwd._op
+_sparse_mla_max_fwd = torch.ops.dsa.sparse_mla_max_fwd.default
+#: The functions that calls of the overloads forward to; calling them directly saves one Python frame.
+_sparse_mla_fwd_direct: Callable[..., tuple[Tensor, ...]] = _sparse_mla_fwd._op
+_sparse_mla_max_fwd_direct: Callable[..., tuple[Tensor, ...]] = _sparse_mla_max_fwd._op
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
@@ -42,6 +44,7 @@ def sparse_mla(
     attn_sink: Tensor | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
 ) -> Tensor: ...
 
 
@@ -62,7 +65,50 @@ def sparse_mla(
     attn_sink: Tensor | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = ...,
+    d_v: int = ...,
+    causal: bool = ...,
+    q_start: int = ...,
+    positions_per_key: int = ...,
+    topk_length: Tensor | None = ...,
+    starts: Tensor | None = ...,
+    ends: Tensor | None = ...,
+    attn_sink: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = ...,
+    d_v: int = ...,
+    causal: bool = ...,
+    q_start: int = ...,
+    positions_per_key: int = ...,
+    topk_length: Tensor | None = ...,
+    starts: Tensor | None = ...,
+    ends: Tensor | None = ...,
+    attn_sink: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def sparse_mla(
@@ -81,7 +127,8 @@ def sparse_mla(
     attn_sink: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Sparse multi-query latent attention of DeepSeek-V3.2: each query attends to the keys that it lists.
 
     For query (b, s) and head h of group g, over its visible slots i with key k_i = kv[b, indices[b, s, g, i], g]::
@@ -93,7 +140,7 @@ def sparse_mla(
     (q_start + s + 1) // positions_per_key - 1), and when it is one of the first topk_length[b, s]. With `starts` and
     `ends`, which replace the causal rule, a slot is visible when starts[b, s] <= id < ends[b, s]. All other slots are
     padding, at any place in the list, and the keys that they might name are never read. A query with no visible slot
-    has out = 0, lse = -inf and zero gradients. An id that is listed twice counts twice.
+    has out = 0, lse = max_logits = -inf and zero gradients. An id that is listed twice counts twice.
 
     All tensors may be passed without the batch dimension: q [S, H, D], kv [S_kv, D] or [S_kv, G, D], indices [S, K] or
     [S, G, K], as :func:`indexer_topk` returns them, topk_length, starts and ends [S]; then out is [S, H, d_v] and lse
@@ -119,10 +166,12 @@ def sparse_mla(
         deterministic: make the gradient of kv deterministic (bitwise), as torch.use_deterministic_algorithms(True)
             does.
         return_lse: return lse as well.
+        return_max_logits: return max_logits as well.
 
     Returns:
         out [B, S, H, d_v] in the dtype of q; with `return_lse` also lse [B, S, H]: fp32, natural logarithm, without the
-        sink. Both are differentiable (once) with respect to q, kv and attn_sink.
+        sink; with `return_max_logits` also max_logits, like lse: max_i sm_scale * q.k_i. out and lse are differentiable
+        (once) with respect to q, kv and attn_sink.
 
     The forward is deterministic (bitwise), and so are the gradients except that of kv, whose last bits depend on the
     order of additions. With `deterministic` it is too, and the backward takes about 1.3 times as long. Nothing
@@ -140,12 +189,18 @@ def sparse_mla(
     """
     slots = (causal, q_start, positions_per_key, topk_length, starts, ends)
     args = (q, kv, indices, sm_scale, d_v, *slots, attn_sink, deterministic)
+    forward, direct = _sparse_mla_fwd, _sparse_mla_fwd_direct
+    if return_max_logits:
+        forward, direct = _sparse_mla_max_fwd, _sparse_mla_max_fwd_direct
+    result: tuple[Tensor, ...]
     try:
         if q.dim() == 3:
             batched: Any = _with_batch("sparse_mla_fwd", q, kv, indices, topk_length, starts, ends)
-            out, lse = _sparse_mla_fwd(*batched[:3], *args[3:8], *batched[3:], attn_sink, deterministic)
-            return (out[0], lse[0]) if return_lse else out[0]
-        if (
+            result = forward(*batched[:3], *args[3:8], *batched[3:], attn_sink, deterministic)
+            if not (return_lse or return_max_logits):
+                return result[0][0]
+            result = tuple(t[0] for t in result)
+        elif (
             is_compiling()
             or (
                 is_grad_enabled()
@@ -153,15 +208,17 @@ def sparse_mla(
             )
             or is_transformed()
         ):
-            result: tuple[Tensor, Tensor] = _sparse_mla_fwd(*args)
+            result = forward(*args)
         else:
             # The operator's autograd layer is Python: bypassing it, and saving frames, reduces the host time of a call.
             with _BelowAutograd():
-                result = _sparse_mla_fwd_direct(*args)
+                result = direct(*args)
     except (AttributeError, RuntimeError):
         check_are_tensors("sparse_mla_fwd", args)  # here, where it takes no time if there is no error
         raise
-    return result if return_lse else result[0]
+    if return_lse:
+        return result
+    return (result[0], result[2]) if return_max_logits else result[0]
 
 
 def attn_dist(

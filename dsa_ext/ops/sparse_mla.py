@@ -29,7 +29,7 @@ _SLOTS = (
 
 
 def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
-    """Checks shared by all three operators."""
+    """Checks shared by all operators."""
     dtype = differentiable_dtype(a.q)
     check_tensor(a.op, "q", a.q, dtype, B=None, S=None, H=None, Dqk=None)
     batch, seq, heads, d_qk = a.q.shape
@@ -106,6 +106,17 @@ def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Te
     return {"q": dq, "kv": dkv, "attn_sink": None if a.attn_sink is None else d_sink}
 
 
+def _fake_max(a: Args) -> tuple[Tensor, Tensor, Tensor]:
+    lse, max_logits = (a.q.new_empty(a.q.shape[:3], dtype=compute_dtype(a.q)) for _ in range(2))
+    return a.q.new_empty(*a.q.shape[:3], a.d_v), lse, max_logits
+
+
+def _backward_max(a: Args, dout: Tensor | None, dlse: Tensor | None, _: None) -> dict[str, Tensor | None]:
+    if a.inf_if_empty:
+        a = a._replace(lse=a.lse.masked_fill(a.max_logits == -torch.inf, -torch.inf))
+    return _backward(a, dout, dlse)
+
+
 def _matmul_columns(a: Args, columns: int) -> int:
     """Operations of matmuls with so many columns over every slot, visible or not: the count must not depend on data."""
     batch, seq, heads, _ = a.q
@@ -161,6 +172,19 @@ Operator(
     reference=reference.sparse_mla_fwd,
     saves=("q", "kv", "indices", "topk_length", "starts", "ends", "attn_sink", "out", "lse"),
     backward=_backward,
+    cast=("q", "kv"),
+    flops=lambda a: _matmul_columns(a, a.q[3] + a.d_v),
+)
+Operator(
+    "sparse_mla_max_fwd(Tensor q, Tensor kv, Tensor indices, float? sm_scale=None, SymInt d_v=512, "
+    f"{_SLOTS}, Tensor? attn_sink=None, bool deterministic=False, bool inf_if_empty=False) -> "
+    "(Tensor out, Tensor lse, Tensor max_logits)",
+    check=_check,
+    fake=_fake_max,
+    reference=reference.sparse_mla_max_fwd,
+    saves=("q", "kv", "indices", "topk_length", "starts", "ends", "attn_sink", "out", "lse", "max_logits"),
+    backward=_backward_max,
+    constant_results=("max_logits",),
     cast=("q", "kv"),
     flops=lambda a: _matmul_columns(a, a.q[3] + a.d_v),
 )

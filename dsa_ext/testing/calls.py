@@ -29,6 +29,10 @@ def sparse_mla_fwd(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24,
     return _sparse_mla(heads, seq, s_kv, topk, d_qk)
 
 
+def sparse_mla_max_fwd(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24, d_qk: int = 576) -> Args:
+    return _sparse_mla(heads, seq, s_kv, topk, d_qk)
+
+
 def sparse_mla_bwd(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24, d_qk: int = 576) -> Args:
     args = _sparse_mla(heads, seq, s_kv, topk, d_qk)
     dout = _normal(1, seq, heads, 512).to(BF16)

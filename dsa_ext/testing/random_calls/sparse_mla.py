@@ -88,6 +88,10 @@ def sparse_mla_fwd(draw: Draw) -> Args:
     return _with_sink(draw, _inputs(draw))
 
 
+def sparse_mla_max_fwd(draw: Draw) -> Args:
+    return {**sparse_mla_fwd(draw), "inf_if_empty": draw.chance(0.5)}
+
+
 def sparse_mla_bwd(draw: Draw) -> Args:
     args = _with_sink(draw, _inputs(draw))
     out, lse = run_operator("sparse_mla_fwd", args)

@@ -213,6 +213,25 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
     return [_output(out, parts, rounded), _lse(lse, parts)]
 
 
+def sparse_mla_max_fwd(args: dict[str, Any]) -> list[Expected]:
+    out, lse = sparse_mla_fwd({name: value for name, value in args.items() if name != "inf_if_empty"})
+    args = wide(args)
+    value, limit = torch.empty_like(lse.value), torch.empty_like(lse.value)
+    for chunk in sparse_mla.query_chunks(args["q"], args["kv"], args["indices"], visible_slots(args)):
+        s = scores_of(chunk.q, chunk.keys, chunk.visible, scale_of(args))
+        value[:, chunk.queries] = s.scores.amax(-1).flatten(2)
+        limit[:, chunk.queries] = s.resolution.flatten(2)
+    _inf_if_empty(lse, args)
+    limit += (LSE_RELATIVE * value.abs()).clamp(min=LSE_ABSOLUTE).nan_to_num(0, 0, 0)
+    top = Expected("max_logits", value, bound=limit, noise=limit, similarity=None, free=lse.free, loose=lse.loose)
+    return [out, lse, top]
+
+
+def _inf_if_empty(lse: Expected, args: dict[str, Any]) -> None:
+    if args["inf_if_empty"]:
+        lse.value = lse.value.masked_fill(lse.value == -torch.inf, torch.inf)
+
+
 def sparse_mla_decode(args: dict[str, Any]) -> list[Expected]:
     """As sparse_mla_fwd with the listed keys alone."""
     args = {name: value if name == "kv_cache" else wide({name: value})[name] for name, value in args.items()}
@@ -223,8 +242,7 @@ def sparse_mla_decode(args: dict[str, Any]) -> list[Expected]:
     call |= {"sm_scale": args["sm_scale"], "d_v": args["d_v"], "causal": False, "q_start": 0, "positions_per_key": 1}
     call |= {"topk_length": None, "starts": None, "ends": None, "attn_sink": args["attn_sink"], "deterministic": False}
     out, lse = sparse_mla_fwd(call)
-    if args["inf_if_empty"]:
-        lse.value = lse.value.masked_fill(lse.value == -torch.inf, torch.inf)
+    _inf_if_empty(lse, args)
     return [_of_tokens(expected, q.shape[:2]) for expected in (out, lse)]
 
 
