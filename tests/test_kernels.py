@@ -86,8 +86,13 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     bwd_others = ("combine_kernelILb0", "combine_kernelILb1", "sink_kernel", "list_slots_kernel")
     gradients_others = ("merge_lists_kernel", "list_ranges_kernel", "list_slots_kernel")
     return {
+        # Without and with the largest scores.
         "sparse_mla_fwd/launch": Kernels(
-            "sparse_mla_fwd_kernel", len(fwd.configs), fwd.threads, (*listing, "STG.E.128"), ("combine_kernel",)
+            "sparse_mla_fwd_kernel",
+            2 * len(fwd.configs),
+            fwd.threads,
+            (*listing, "STG.E.128"),
+            ("combine_kernelILb0", "combine_kernelILb1"),
         ),
         # Columns x gate dtypes; forward and backward.
         "gated_fusion/launch": Kernels(

@@ -76,16 +76,17 @@ struct SharedStorage {
 
 // Values derived from Params once, on the host.
 struct KernelParams : Params {
-  explicit KernelParams(const Params& params);
+  KernelParams(const Params& params, const Maxima& maxima);
 
   int64_t rows;                                                            // batch * seq_q * heads
   int items;                                                               // (query, split, group, block of heads)
   cutlass::FastDivmod head_blocks, group_count, split_count, query_count;  // to decode an item's index
   float scale_log2;  // |sm_scale| * log2(e); above zero so that masked scores stay -inf
   bool negate_q;     // sm_scale is negative
+  Maxima maxima;
 };
 
-inline KernelParams::KernelParams(const Params& params)
+inline KernelParams::KernelParams(const Params& params, const Maxima& maxima)
     : Params(params),
       rows(int64_t(batch) * seq_q * heads),
       head_blocks(ceil_div(heads / groups, kBlockHeads)),
@@ -93,7 +94,8 @@ inline KernelParams::KernelParams(const Params& params)
       split_count(splits),
       query_count(seq_q),
       scale_log2(std::fmax(std::fabs(sm_scale) * kLog2E, std::numeric_limits<float>::denorm_min())),
-      negate_q(sm_scale < 0) {
+      negate_q(sm_scale < 0),
+      maxima(maxima) {
   items = batch * seq_q * groups * splits * head_blocks;
 }
 
