@@ -36,14 +36,14 @@ def _not_served(text: str) -> NoReturn:
 
 
 def get_num_sms() -> int:
-    """The number of multiprocessors of the current GPU, or what :func:`set_num_sms` set."""
+    """The number of multiprocessors of the current GPU, or what `set_num_sms` set."""
     if _num_sms is not None:
         return _num_sms
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def set_num_sms(num_sms: int) -> None:
-    """Sets what :func:`get_num_sms` returns. The kernels use all multiprocessors all the same."""
+    """Sets what `get_num_sms` returns. The kernels use all multiprocessors all the same."""
     global _num_sms
     _num_sms = num_sms
 
@@ -124,7 +124,7 @@ def fp8_fp4_mqa_logits(
     max_seqlen_k: int = 0,
     logits_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """:func:`fp8_mqa_logits` of q = (values, None). bfloat16 as `logits_dtype` takes a further kernel."""
+    """`fp8_mqa_logits` of q = (values, None). bfloat16 as `logits_dtype` takes a further kernel."""
     values = _fp8_alone("fp8_fp4_mqa_logits", q)
     bounds = (cu_seq_len_k_start, cu_seq_len_k_end)
     logits = fp8_mqa_logits(values, kv, weights, *bounds, clean_logits, max_seqlen_k)
@@ -189,7 +189,7 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     indices: Tensor | None = None,
 ) -> Tensor:
-    """:func:`fp8_paged_mqa_logits` of q = (values, None). bfloat16 as `logits_dtype` takes a further kernel."""
+    """`fp8_paged_mqa_logits` of q = (values, None). bfloat16 as `logits_dtype` takes a further kernel."""
     values = _fp8_alone("fp8_fp4_paged_mqa_logits", q)
     tables = (context_lens, block_table, schedule_meta)
     logits = fp8_paged_mqa_logits(values, kv_cache, weights, *tables, max_context_len, clean_logits, indices)

@@ -46,7 +46,7 @@ def _without_gradient(op: Any, *args: Any) -> Any:
 
 @dataclass
 class FlashMLASchedMeta:
-    """What :func:`get_mla_metadata` returns: nothing is planned in advance, so the fields stay as they are."""
+    """What `get_mla_metadata` returns: nothing is planned in advance, so the fields stay as they are."""
 
     have_initialized: bool = False
     config: Any = None

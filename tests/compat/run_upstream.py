@@ -2,9 +2,9 @@
 
     python tests/compat/run_upstream.py --flash-mla FOLDER --deep-gemm FOLDER
 
-FOLDER is a checkout at the commit that docs/compat.md names. Cases are theirs, and so are inputs, references and
-tolerances. Timings are left out. A case that is not served is counted with its reason. Without a Hopper GPU, and with
---device cpu, small cases run on the CPU implementation. The exit status is 1 if a case fails.
+FOLDER is a checkout at the commit that docs/integrations/compat.md names. Cases are theirs, and so are inputs,
+references and tolerances. Timings are left out. A case that is not served is counted with its reason. Without a Hopper
+GPU, and with --device cpu, small cases run on the CPU implementation. The exit status is 1 if a case fails.
 """
 
 import argparse
