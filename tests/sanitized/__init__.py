@@ -8,6 +8,7 @@ PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         sparse_mla.sparse_mla_fwd,
+        sparse_mla.sparse_mla_max_fwd,
         sparse_mla.sparse_mla_bwd,
         sparse_mla.sparse_mla_bwd_merged,
         sparse_mla.attn_dist,
