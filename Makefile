@@ -28,6 +28,7 @@ build: $(STAMPS)/package
 
 demo: build
 	$(PY) examples/train.py
+	$(PY) examples/generate.py
 	$(PY) examples/demo.py
 	$(PY) examples/video.py
 

@@ -26,11 +26,14 @@ from torch.distributed.tensor import DTensor
 
 import dsa_ext
 from dsa_ext.distributed import parallelize
-from dsa_ext.nn import HyperConnection, Phase, SparseMLA
+from dsa_ext.nn import HyperConnection, PagedKVCache, Phase, SparseMLA
 from dsa_ext.testing.progress import Progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+CHECKPOINT = REPOSITORY / "demo_out/model.pt"
 BYTES = 256
+#: What a checkpoint says of a model besides its weights.
+SIZES = ("layers", "hidden", "streams", "heads", "head_dim", "index_heads", "index_dim", "topk", "length")
 HELD_OUT_WINDOWS = 16  # of held-out text, at most, in each measurement
 
 
@@ -50,8 +53,8 @@ class Attention(nn.Module):
             indexer={"heads": args.index_heads, "head_dim": args.index_dim},
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        result = self.attention(self.norm(x))
+    def forward(self, x: Tensor, **cached: Any) -> tuple[Tensor, Tensor | None]:
+        result = self.attention(self.norm(x), **cached)
         return result.out, result.indexer_loss
 
 
@@ -65,8 +68,8 @@ class Residual(nn.Module):
     def read(self, x: Tensor) -> tuple[Tensor, ...]:
         return (x,)
 
-    def forward(self, x: Tensor) -> Any:
-        result = self.layer(x)
+    def forward(self, x: Tensor, **cached: Any) -> Any:
+        result = self.layer(x, **cached)
         return (x + result[0], *result[1:]) if isinstance(result, tuple) else x + result
 
 
@@ -86,8 +89,8 @@ class Block(nn.Module):
             for layer in (Attention(args), mlp)
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, loss = self.attention(x)
+    def forward(self, x: Tensor, **cached: Any) -> tuple[Tensor, Tensor | None]:
+        x, loss = self.attention(x, **cached)
         return self.mlp(x), loss
 
 
@@ -106,11 +109,12 @@ class Model(nn.Module):
         x: Tensor = self.embedding(text)
         return x if self.streams == 1 else x[:, :, None].expand(-1, -1, self.streams, -1)
 
-    def forward(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, S, 256], and the sum of the indexers' losses: None in the dense phase, and without gradients."""
+    def forward(self, text: Tensor, cache: PagedKVCache | None = None) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, S, 256], and the sum of the indexers' losses: None in the dense phase, and without gradients. With
+        a cache `text` has the tokens of its current step."""
         x, losses = self.embed(text), []
-        for block in self.blocks:
-            x, loss = block(x)
+        for i, block in enumerate(self.blocks):
+            x, loss = block(x) if cache is None else block(x, cache=cache, layer=i)
             losses.append(loss)
         total = None if losses[0] is None else torch.stack(losses).sum()
         return self.head(self.norm(x if self.streams == 1 else x.mean(2))), total
@@ -122,6 +126,10 @@ class Model(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.requires_grad_({"dense": ".indexer." not in name, "warmup": ".indexer." in name}.get(phase, True))
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def make_cache(self, num_blocks: int, max_sequences: int, max_length: int) -> PagedKVCache:
+        layers = [block.attention.layer.attention for block in self.blocks]
+        return layers[0].make_cache(len(layers), num_blocks, max_sequences, max_length)
 
     @torch.no_grad()
     def selection(self, text: Tensor) -> tuple[float, float]:
@@ -205,7 +213,7 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> None:
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
 
 
-def train(args: argparse.Namespace) -> History:
+def train(args: argparse.Namespace) -> tuple[Model, History]:
     torch.manual_seed(args.seed)
     text, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8).long() for part in read_text())
     windows = held_out.unfold(0, args.length + 1, args.length)
@@ -246,7 +254,24 @@ def train(args: argparse.Namespace) -> History:
         if steps:
             history.held_out.append((len(history.phases), model.loss(windows)))
     history.selections[len(history.phases)] = model.selection(sample)
-    return history
+    return model, history
+
+
+def save(model: Model, args: argparse.Namespace) -> None:
+    """Writes the checkpoint: the model's sizes and its weights, whole ones from each rank's part."""
+    weights = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
+    if args.rank == 0:
+        args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"sizes": {name: getattr(args, name) for name in SIZES}, "weights": weights}, args.checkpoint)
+
+
+def load(path: Path, device: torch.device) -> tuple[Model, dict[str, int]]:
+    """The model of a checkpoint, in the phase "sparse" and in the dtype in which it was trained; and its sizes."""
+    saved = torch.load(path, map_location=device, weights_only=True)
+    model = Model(argparse.Namespace(**saved["sizes"])).to(device, saved["weights"]["head.weight"].dtype)
+    model.load_state_dict(saved["weights"])
+    model.enter("sparse")
+    return model, saved["sizes"]
 
 
 def read_text() -> tuple[bytes, bytes]:
@@ -310,7 +335,7 @@ def print_report(args: argparse.Namespace, history: History) -> None:
     )
     if args.device.type != "cuda":
         print("Without a Hopper GPU the operators run their reference implementations: the step times mean nothing.")
-    print(f"Picture: {args.picture}")
+    print(f"Picture: {args.picture}. Checkpoint, for examples/generate.py: {args.checkpoint}")
     print("Look at the second dotted line: selection begins there, and if mass is high the held-out loss hardly jumps.")
 
 
@@ -341,6 +366,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     number("indexer-lr", 1e-3, 3e-3, "learning rate of the warm-up")
     number("seed", 0, 0, "of the weights and of the windows")
     parser.add_argument("--picture", type=Path, default=REPOSITORY / "demo_out/training.png", help="PNG to write")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="of the trained model, to write")
     args = parser.parse_args(arguments)
     if not 2 * args.topk < args.length:
         parser.error(f"--topk must be below half of --length, {args.length}, got {args.topk}")
@@ -367,7 +393,8 @@ def main() -> None:
     if args.rank == 0:
         ranks = f", {args.ranks} ranks" if args.ranks > 1 else ""
         print(f"device: {dsa_ext.build_info()['device']}; {dsa_ext.build_info()['kernels']}{ranks}")
-    history = train(args)
+    model, history = train(args)
+    save(model, args)
     if args.rank == 0:
         draw(history, args.picture)
         print_report(args, history)

@@ -12,6 +12,7 @@
 #include "ops/shared/listed_keys/config.h"
 #include "ops/shared/merged_lists/config.h"
 #include "ops/sparse_mla/sparse_mla_bwd/config.h"
+#include "ops/sparse_mla/sparse_mla_decode/plan.h"
 #include "ops/sparse_mla/sparse_mla_fwd/config.h"
 #include "ops/sparse_mla/sparse_mla_fwd/plan.h"
 #include "torch/strides.h"
@@ -59,6 +60,15 @@ PYBIND11_MODULE(host_functions, m) {
   merged.def("entries_of_run", &dsa::merged_lists::entries_of_run);
   merged.def("are_merged", &dsa::merged_lists::are_merged);
   merged.def("runs_at_once", &dsa::merged_lists::runs_at_once);
+
+  py::module_ decode = m.def_submodule("sparse_mla_decode");
+  decode.def("make_plan", [](int64_t tokens, int heads, int topk, int num_sms, bool batch_invariant) {
+    const auto plan = dsa::sparse_mla_decode::make_plan(tokens, heads, topk, num_sms, batch_invariant);
+    return py::make_tuple(plan.block_heads, plan.splits);
+  });
+  decode.attr("head_blocks") =
+      std::vector<int>(std::begin(dsa::sparse_mla_decode::kHeadBlocks), std::end(dsa::sparse_mla_decode::kHeadBlocks));
+  decode.attr("max_splits") = dsa::sparse_mla_decode::kMaxSplits;
 
   // (item, first unit, end, units) of each worker's pieces
   m.def_submodule("block_sparse_attn_fwd").def("pieces", [](int items, int slots, int num_sms) {

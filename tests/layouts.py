@@ -19,6 +19,7 @@ _PACKED = ("indexer", "topk", "act", "fp8")
 _SIZES = {
     "attn_dist": {"seq": 3, "s_kv": 20, "topk": 9},
     "sparse_mla_fwd": {"seq": 3, "s_kv": 20, "topk": 9},
+    "sparse_mla_max_fwd": {"seq": 3, "s_kv": 20, "topk": 9},
     "sparse_mla_bwd": {"seq": 3, "s_kv": 20, "topk": 9},
     "block_sparse_attn_fwd": {"n_q": 70, "n_kv": 70},
     "block_sparse_attn_bwd": {"n_q": 70, "n_kv": 70},

@@ -21,6 +21,7 @@ def real(args: Args) -> list[str]:
 #: The differentiable operators, and the operator that the error of a second derivative names.
 DIFFERENTIABLE = {
     "sparse_mla_fwd": "sparse_mla_bwd",
+    "sparse_mla_max_fwd": "sparse_mla_bwd",
     "indexer_logits": "indexer_logits_bwd",
     "indexer_scores": "indexer_scores_bwd",
     "indexer_loss": "indexer_loss",

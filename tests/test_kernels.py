@@ -34,6 +34,9 @@ SOURCES = [
     "sparse_mla_bwd/launch",
     "merged_lists/launch",
     "attn_dist/launch",
+    "sparse_mla_decode/launch_packed",
+    "sparse_mla_decode/launch_bf16",
+    "pack_kv_fp8/launch",
     "indexer_scores/launch",
     "indexer_logits/launch_fp8",
     "indexer_logits/launch_bf16",
@@ -78,12 +81,18 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # heads x columns
     select_shapes = 2 * (2 + 2)  # dtypes x CTAs that hold their part of a row or that filter it
     selection = ("UBLKCP", "ATOMS", "REDUX")
+    decoding = ("HGMMA", "LDG.E.NA.128.CONSTANT", "UBLKPF.L2", "SYNCS", "STSM", "ACQBULK")
     listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
     bwd_others = ("combine_kernelILb0", "combine_kernelILb1", "sink_kernel", "list_slots_kernel")
     gradients_others = ("merge_lists_kernel", "list_ranges_kernel", "list_slots_kernel")
     return {
+        # Without and with the largest scores.
         "sparse_mla_fwd/launch": Kernels(
-            "sparse_mla_fwd_kernel", len(fwd.configs), fwd.threads, (*listing, "STG.E.128"), ("combine_kernel",)
+            "sparse_mla_fwd_kernel",
+            2 * len(fwd.configs),
+            fwd.threads,
+            (*listing, "STG.E.128"),
+            ("combine_kernelILb0", "combine_kernelILb1"),
         ),
         # Columns x gate dtypes; forward and backward.
         "gated_fusion/launch": Kernels(
@@ -100,6 +109,15 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         # One instance per number of queries.
         "merged_lists/launch": Kernels(
             "merge_lists_kernelILi", 3, 256, ("ATOMS", "POPC"), ("find_unfit_keys_kernel", "list_items_kernel")
+        ),
+        # Columns x heads.
+        "sparse_mla_decode/launch_packed": Kernels(
+            "sparse_mla_decode_kernel.*Lb1", 2 * 3, 384, (*decoding, "F2FP.F16.E4M3.UNPACK_B", "HMUL2.BF16_V2")
+        ),
+        "sparse_mla_decode/launch_bf16": Kernels("sparse_mla_decode_kernel.*Lb0", 2 * 3, 384, decoding),
+        # One instance per number of columns.
+        "pack_kv_fp8/launch": Kernels(
+            "pack_kv_fp8_kernel", 2, 8 * 256, ("LDG.E.128", "F2FP.SATFINITE.E4M3", "SHFL", "ACQBULK")
         ),
         # Columns x heads; heads that fill the instance, or fewer.
         "attn_dist/launch": Kernels("listed_keys_kernel.*Attention", 2 * 4 * 2, listed.threads(576, 64), listing),

@@ -264,6 +264,7 @@ def test_vmap_keeps_gradients() -> None:
 #: The arguments that autocast casts; all others are unchanged.
 CAST = {
     "sparse_mla_fwd": ("q", "kv"),
+    "sparse_mla_max_fwd": ("q", "kv"),
     "attn_dist": ("q", "kv"),
     "indexer_logits": ("q", "k"),
     "indexer_topk": ("q", "k"),

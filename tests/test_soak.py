@@ -1,5 +1,5 @@
 """tests/soak.py and its random calls, on the CPU: calls are legal, a planted error is found, and found again by its
-seed, a hang ends the run, and calls are counted. tests/sanitize.py covers every operator."""
+seed, a hang ends the run, and calls are counted. tests/sanitized covers every operator."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sanitize
+import sanitized
 import soak
 import torch
 from callers import native
@@ -196,11 +196,11 @@ def test_hang() -> None:
 
 def test_sanitized_operators() -> None:
     """Every operator is among the calls that compute-sanitizer watches."""
-    source = Path(sanitize.__file__).read_text()
+    source = "".join(path.read_text() for path in Path(sanitized.__file__).parent.glob("*.py"))
     assert [op for op in ops.OPERATORS if f'"{op}"' not in source] == []
 
 
 @pytest.mark.parametrize("part", ["act_quant", "block_select", "gated_fusion", "indexer_loss", "indexer_packed"])
 def test_sanitized_part(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sanitize, "on_gpu", lambda value: value)
-    sanitize.PARTS[part]()
+    monkeypatch.setattr(sanitized.calls, "on_gpu", lambda value: value)
+    sanitized.PARTS[part]()

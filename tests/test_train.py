@@ -31,7 +31,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training(example: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--length 64 --topk 8 --batch 4 --hidden 64 --dense-steps 60 --warmup-steps 40 --sparse-steps 30"
     args = example["parse_arguments"](f"{sizes} --measure-every 1000 --picture {tmp_path / 'training.png'}".split())
-    history = example["train"](args)
+    _, history = example["train"](args)
     first, last = slice(10), slice(-10, None)
 
     assert history.mean(history.language, "dense", last) < history.mean(history.language, "dense", first) - 0.5
@@ -54,7 +54,7 @@ def test_training(example: dict[str, Any], tmp_path: Path, capsys: pytest.Captur
 def test_training_with_hyper_connections(example: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--streams 2 --length 32 --topk 4 --batch 4 --dense-steps 30 --warmup-steps 10 --sparse-steps 10"
     args = example["parse_arguments"](f"{sizes} --measure-every 1000".split())
-    history = example["train"](args)
+    _, history = example["train"](args)
     first, last = slice(5), slice(-5, None)
     assert history.mean(history.language, "dense", last) < history.mean(history.language, "dense", first) - 0.5
     assert history.mean(history.language, "sparse", last) < history.mean(history.language, "dense", first) - 0.5
@@ -84,7 +84,7 @@ def test_held_out_text_is_not_trained_on(
     monkeypatch.setitem(variables, "batches", lambda text, args: trained_on.append(text) or batches(text, args))
     monkeypatch.setattr(example["Model"], "loss", recorded_loss)
     sizes = "--layers 1 --hidden 64 --length 16 --topk 4 --dense-steps 1 --warmup-steps 1 --sparse-steps 1"
-    history = example["train"](example["parse_arguments"](sizes.split()))
+    _, history = example["train"](example["parse_arguments"](sizes.split()))
 
     assert [value for _, value in history.held_out] == [value for _, value in measured] != []
     (text,) = (bytes(part.tolist()) for part in trained_on)
@@ -99,13 +99,18 @@ def test_training_on_two_ranks(example: dict[str, Any], tmp_path: Path, capsys: 
     """torchrun with two processes prints the same losses and shares of selected keys as one process."""
     sizes = "--length 64 --topk 8 --batch 2 --hidden 64 --dense-steps 3 --warmup-steps 2 --sparse-steps 2"
     arguments = [*sizes.split(), "--picture", str(tmp_path / "training.png")]
+    arguments += ["--checkpoint", str(tmp_path / "model.pt")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "train.py")]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     ranks = subprocess.run([sys.executable, *torchrun, *arguments], env=environment, capture_output=True, text=True)
     assert ranks.returncode == 0, ranks.stderr
     assert "2 ranks" in ranks.stdout
+    weights = example["load"](tmp_path / "model.pt", torch.device("cpu"))[0].state_dict()
     args = example["parse_arguments"](arguments)
-    example["print_report"](args, example["train"](args))
+    model, history = example["train"](args)
+    example["print_report"](args, history)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weights[name], weight, rtol=0.05, atol=0.05)
 
     def rows(report: str) -> list[list[str]]:
         """The table, without the times."""
@@ -132,7 +137,7 @@ def test_training_on_a_gpu(
     steps = f"--streams {streams} --dense-steps 20 --warmup-steps 3 --sparse-steps 3"
     args = example["parse_arguments"](f"{steps} --picture {tmp_path / 'training.png'}".split())
     assert (args.device.type, args.length, args.heads) == ("cuda", 4096, 64)
-    history = example["train"](args)
+    _, history = example["train"](args)
 
     assert history.phases == ["dense"] * 20 + ["warmup"] * 3 + ["sparse"] * 3
     assert all(math.isfinite(value) for value in history.language + history.indexer[20:])

@@ -10,6 +10,7 @@
 #include <cctype>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "torch/strides.h"
@@ -255,6 +256,20 @@ Tensor empty_float_rows(int64_t rows, int64_t columns, int device_index) {
 Tensor aligned_contiguous(const Tensor& tensor) {
   const Tensor dense = torch::stable::contiguous(tensor);
   return reinterpret_cast<uintptr_t>(dense.data_ptr()) % kRowAlignment == 0 ? dense : torch::stable::clone(dense);
+}
+
+Tensor as_aligned_rows(const Tensor& tensor, int64_t rows) {
+  const int last = static_cast<int>(tensor.dim()) - 1;
+  const int64_t elements = kRowAlignment / static_cast<int64_t>(tensor.element_size());
+  bool fits = tensor.stride(last) == 1 && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kRowAlignment == 0;
+  std::optional<int64_t> step;  // required of the next outer dimension
+  for (int dim = last - 1; dim >= 0; --dim) {
+    if (tensor.size(dim) == 1) continue;
+    fits &= (!step || tensor.stride(dim) == *step) && tensor.stride(dim) % elements == 0;
+    step = tensor.stride(dim) * tensor.size(dim);
+  }
+  const int64_t sizes[] = {rows, tensor.size(last)};
+  return view(fits ? tensor : aligned_contiguous(tensor), {sizes, 2});
 }
 
 }  // namespace dsa

@@ -120,4 +120,8 @@ Tensor empty_float_rows(int64_t rows, int64_t columns, int device_index);
 // `tensor` itself if it is contiguous and starts 16-byte aligned, else a copy that is.
 Tensor aligned_contiguous(const Tensor& tensor);
 
+// `tensor` [.., columns] as a matrix of so many rows: a view if one stride steps through all dimensions but the last,
+// the last is dense and rows start 16-byte aligned, else a copy.
+Tensor as_aligned_rows(const Tensor& tensor, int64_t rows);
+
 }  // namespace dsa

@@ -1,4 +1,4 @@
-"""Sparse multi-query latent attention, and its attention weights summed over heads."""
+"""Sparse multi-query latent attention, its attention weights summed over heads, and decoding from a paged cache."""
 
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -11,8 +11,10 @@ from dsa_ext.ops._checks import check_are_tensors, describe, fail
 from dsa_ext.ops._library import is_transformed
 
 _sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
-#: The function that a call of the overload forwards to; calling it directly saves one Python frame.
-_sparse_mla_fwd_direct: Callable[..., tuple[Tensor, Tensor]] = _sparse_mla_fwd._op
+_sparse_mla_max_fwd = torch.ops.dsa.sparse_mla_max_fwd.default
+#: The functions that calls of the overloads forward to; calling them directly saves one Python frame.
+_sparse_mla_fwd_direct: Callable[..., tuple[Tensor, ...]] = _sparse_mla_fwd._op
+_sparse_mla_max_fwd_direct: Callable[..., tuple[Tensor, ...]] = _sparse_mla_max_fwd._op
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
@@ -42,6 +44,7 @@ def sparse_mla(
     attn_sink: Tensor | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
 ) -> Tensor: ...
 
 
@@ -62,7 +65,50 @@ def sparse_mla(
     attn_sink: Tensor | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = ...,
+    d_v: int = ...,
+    causal: bool = ...,
+    q_start: int = ...,
+    positions_per_key: int = ...,
+    topk_length: Tensor | None = ...,
+    starts: Tensor | None = ...,
+    ends: Tensor | None = ...,
+    attn_sink: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = ...,
+    d_v: int = ...,
+    causal: bool = ...,
+    q_start: int = ...,
+    positions_per_key: int = ...,
+    topk_length: Tensor | None = ...,
+    starts: Tensor | None = ...,
+    ends: Tensor | None = ...,
+    attn_sink: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def sparse_mla(
@@ -81,7 +127,8 @@ def sparse_mla(
     attn_sink: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Sparse multi-query latent attention of DeepSeek-V3.2: each query attends to the keys that it lists.
 
     For query (b, s) and head h of group g, over its visible slots i with key k_i = kv[b, indices[b, s, g, i], g]::
@@ -93,7 +140,7 @@ def sparse_mla(
     (q_start + s + 1) // positions_per_key - 1), and when it is one of the first topk_length[b, s]. With `starts` and
     `ends`, which replace the causal rule, a slot is visible when starts[b, s] <= id < ends[b, s]. All other slots are
     padding, at any place in the list, and the keys that they might name are never read. A query with no visible slot
-    has out = 0, lse = -inf and zero gradients. An id that is listed twice counts twice.
+    has out = 0, lse = max_logits = -inf and zero gradients. An id that is listed twice counts twice.
 
     All tensors may be passed without the batch dimension: q [S, H, D], kv [S_kv, D] or [S_kv, G, D], indices [S, K] or
     [S, G, K], as :func:`indexer_topk` returns them, topk_length, starts and ends [S]; then out is [S, H, d_v] and lse
@@ -119,10 +166,12 @@ def sparse_mla(
         deterministic: make the gradient of kv deterministic (bitwise), as torch.use_deterministic_algorithms(True)
             does.
         return_lse: return lse as well.
+        return_max_logits: return max_logits as well.
 
     Returns:
         out [B, S, H, d_v] in the dtype of q; with `return_lse` also lse [B, S, H]: fp32, natural logarithm, without the
-        sink. Both are differentiable (once) with respect to q, kv and attn_sink.
+        sink; with `return_max_logits` also max_logits, like lse: max_i sm_scale * q.k_i. out and lse are differentiable
+        (once) with respect to q, kv and attn_sink.
 
     The forward is deterministic (bitwise), and so are the gradients except that of kv, whose last bits depend on the
     order of additions. With `deterministic` it is too, and the backward takes about 1.3 times as long. Nothing
@@ -140,12 +189,18 @@ def sparse_mla(
     """
     slots = (causal, q_start, positions_per_key, topk_length, starts, ends)
     args = (q, kv, indices, sm_scale, d_v, *slots, attn_sink, deterministic)
+    forward, direct = _sparse_mla_fwd, _sparse_mla_fwd_direct
+    if return_max_logits:
+        forward, direct = _sparse_mla_max_fwd, _sparse_mla_max_fwd_direct
+    result: tuple[Tensor, ...]
     try:
         if q.dim() == 3:
             batched: Any = _with_batch("sparse_mla_fwd", q, kv, indices, topk_length, starts, ends)
-            out, lse = _sparse_mla_fwd(*batched[:3], *args[3:8], *batched[3:], attn_sink, deterministic)
-            return (out[0], lse[0]) if return_lse else out[0]
-        if (
+            result = forward(*batched[:3], *args[3:8], *batched[3:], attn_sink, deterministic)
+            if not (return_lse or return_max_logits):
+                return result[0][0]
+            result = tuple(t[0] for t in result)
+        elif (
             is_compiling()
             or (
                 is_grad_enabled()
@@ -153,15 +208,17 @@ def sparse_mla(
             )
             or is_transformed()
         ):
-            result: tuple[Tensor, Tensor] = _sparse_mla_fwd(*args)
+            result = forward(*args)
         else:
             # The operator's autograd layer is Python: bypassing it, and saving frames, reduces the host time of a call.
             with _BelowAutograd():
-                result = _sparse_mla_fwd_direct(*args)
+                result = direct(*args)
     except (AttributeError, RuntimeError):
         check_are_tensors("sparse_mla_fwd", args)  # here, where it takes no time if there is no error
         raise
-    return result if return_lse else result[0]
+    if return_lse:
+        return result
+    return (result[0], result[2]) if return_max_logits else result[0]
 
 
 def attn_dist(
@@ -223,3 +280,89 @@ def attn_dist(
     dist: Tensor = torch.ops.dsa.attn_dist.default(*batched[:4], *args[4:8], *batched[4:], *args[11:])
     dist = dist.squeeze(1) if per_head_block else dist[0]
     return dist if indices.dim() == 3 else dist.squeeze(-2)
+
+
+def pack_kv_fp8(kv: Tensor) -> Tensor:
+    """Packs latent keys in fp8, as :func:`sparse_mla_decode` reads them from its cache.
+
+    The first 512 columns are quantized as by :func:`act_quant`, with one scale per key and block of 128 columns; 64
+    further columns, the rope part, stay in bf16. A packed key is a row of bytes: 512 of e4m3, 16 of the four scales in
+    fp32, and 128 of the rope part if there is one. This is the layout of FlashMLA's fp8 cache. A block that contains a
+    NaN or an infinity becomes NaN when it is unpacked.
+
+    Args:
+        kv: latent keys [..., D], bf16, with any strides; D is 576 or 512.
+
+    Returns:
+        uint8 [..., 656] for D = 576, [..., 528] for D = 512; contiguous. Not differentiable.
+
+    Raises:
+        RuntimeError: kv violates one of these requirements. Also when there is no kernel for the GPU.
+    """
+    check_are_tensors("pack_kv_fp8", (kv,))
+    result: Tensor = torch.ops.dsa.pack_kv_fp8.default(kv)
+    return result
+
+
+def sparse_mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    *,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Sparse multi-query latent attention of a few new tokens per sequence over a paged cache.
+
+    For token n of sequence b and head h, over the valid slots i of its list, with key k_i in slot indices[b, n, i] of
+    the cache::
+
+        lse = log(sum_i exp(sm_scale * q.k_i))
+        out = sum_i exp(sm_scale * q.k_i) * k_i[:d_v]  /  (exp(lse) + exp(attn_sink[h]))
+
+    The slot of position `offset` in page `block` is block * page + offset. An id that names no slot of the cache is
+    padding, at any place in the list, and so are the ids from topk_length[b, n] on. Nothing but the listed keys is
+    read: all else in the cache may hold anything. A token without a key has out = 0 and lse = -inf. An id that is
+    listed twice counts twice.
+
+    Args:
+        q: queries [B, N, H, D], bf16, H <= 128. On the CPU also fp32 and float64.
+        kv_cache: latent keys of all sequences, in pages: [blocks, page, 1, D] like q, or packed by :func:`pack_kv_fp8`,
+            uint8 [blocks, page, 1, 656 for D = 576, 528 for D = 512]. The first `d_v` columns of a key are its value.
+            Pages may have any size.
+        indices: slots of the selected keys [B, N, K], int32, in any order.
+        sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default.
+        d_v: head dimension of a value. (D, d_v) is (576, 512) or (512, 512).
+        topk_length: number of leading ids in use, int32 [B, N], or [B] for all tokens of a sequence; all by default.
+        attn_sink: logit per head [H], fp32 (float64 for float64 inputs), that takes a share of the probability and
+            adds no value. -inf disables the sink.
+        batch_invariant: make the bits of a token's results independent of the batch around it, of its size and its
+            other tokens. Keys are then never split over SMs, so that small batches take longer; see the documentation
+            of the operator for how much.
+
+    Returns:
+        out [B, N, H, d_v] in the dtype of q, and lse [B, N, H], fp32, natural logarithm, without the sink. Neither is
+        differentiable. Deterministic (bitwise).
+
+    Nothing synchronizes with the host, and a call may be captured in a CUDA graph: a replay takes the contents that q,
+    the cache, indices and topk_length have then.
+
+    On CUDA the last dimension of q, kv_cache and indices must have stride 1 and every row of q and kv_cache must start
+    16-byte aligned; all other strides are arbitrary, so that the cache may be a slice of a larger buffer.
+
+    Raises:
+        RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
+            and what was passed. Also when the tensors are on a GPU that is not sm_90, or the kernels were not built.
+    """
+    try:
+        if topk_length is not None and topk_length.dim() == 1:
+            topk_length = topk_length[:, None].expand(-1, q.shape[1])
+    except AttributeError:
+        pass  # the check of the operator says which argument is no tensor
+    args = (q, kv_cache, indices, sm_scale, d_v, topk_length, attn_sink, batch_invariant)
+    check_are_tensors("sparse_mla_decode", args)
+    result: tuple[Tensor, Tensor] = torch.ops.dsa.sparse_mla_decode.default(*args)
+    return result

@@ -221,7 +221,8 @@ class _Attention:
         batch, keys = self.kv.shape[:2]
         every = torch.arange(keys, device=self.q.device, dtype=torch.int32).expand(batch, self.q.shape[1], 1, keys)
         options: Any = {"starts": starts, "ends": ends, "sm_scale": self.sm_scale}
-        return functional.sparse_mla(self.q, self.kv, every, **options, return_lse=True)[1]
+        lse: Tensor = functional.sparse_mla(self.q, self.kv, every, **options, return_lse=True)[1]
+        return lse
 
 
 @dataclass(frozen=True)

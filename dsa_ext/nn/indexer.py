@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_yarn
+from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
+from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn
 
 
 class IndexerTensors(NamedTuple):
@@ -82,7 +83,7 @@ class LightningIndexer(nn.Module):
         bounds = q.new_empty(0, dtype=torch.int32)
         functional.indexer_topk(q, q.new_empty(0, self.head_dim), weights, bounds, bounds, topk)
 
-    def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor | None = None) -> IndexerTensors:
+    def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor | PlacedRows | None = None) -> IndexerTensors:
         """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and positions for RoPE [S] or [B, S], 0 to S - 1 by
         default."""
         if positions is None:
@@ -90,22 +91,22 @@ class LightningIndexer(nn.Module):
         q, weights = self.queries(x, q_latent, positions)
         return IndexerTensors(q, self.keys(x, positions), weights)
 
-    def queries(self, x: Tensor, q_latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def queries(self, x: Tensor, q_latent: Tensor, positions: Tensor | PlacedRows) -> tuple[Tensor, Tensor]:
         """Queries [B, S, Hi, Di] and head weights [B, S, Hi]."""
         return self.placed_queries(self.wq_b(q_latent), self.weights_proj(x), positions)
 
-    def placed_queries(self, q: Tensor, weights: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def placed_queries(self, q: Tensor, weights: Tensor, positions: Tensor | PlacedRows) -> tuple[Tensor, Tensor]:
         """The same, from the results of both projections."""
         q = self._placed(q.unflatten(-1, (self.heads, self.head_dim)), positions)
         weights = weights if weights.dtype == torch.float64 else weights.float()
         return q, weights * (self.head_dim * self.heads) ** -0.5
 
-    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
+    def keys(self, x: Tensor, positions: Tensor | PlacedRows) -> Tensor:
         """Keys [B, S, Di]."""
         k = self.wk(x)
         return self._placed(self.k_norm(k).to(k.dtype), positions)  # autocast computes norms in fp32
 
-    def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _placed(self, x: Tensor, positions: Tensor | PlacedRows) -> Tensor:
         options: Any = {"columns": self.rope_dim, "layout": self.rope, "yarn": self.yarn}
         x = apply_rope(x, positions, self.rope_theta, **options)
         return functional.hadamard_transform(x) if self.hadamard else x
@@ -115,6 +116,26 @@ class LightningIndexer(nn.Module):
         first key and the one after the last that a query sees, int32 [B, S]: by default the keys up to its own
         position."""
         return select_keys(tensors, *(causal_bounds(tensors.k) if bounds is None else bounds), topk, self.precision)
+
+    @torch.no_grad()
+    def select_cached(self, tensors: IndexerTensors, cache: PagedKVCache, layer: int, topk: int) -> Tensor:
+        """Writes the keys of the cache's current step, and selects for each of its queries among all keys that its
+        sequence has in the cache: int32 [B, S, topk], ascending in the order of the sequence, then -1.
+
+        They are cache slots in a step of decoding, and numbers of keys as in PagedKVCache.gather in one of prefill.
+        """
+        step = cache.step
+        (q, k, weights), k_scale = as_selected(tensors, self.precision)
+        cache.write_index(layer, k, k_scale)
+        if isinstance(step, PrefillStep):
+            k, k_scale = cache.gather_index(layer)
+            bounds = step.starts[0], step.ends[0]
+            return functional.indexer_topk(q[0], k, weights[0], *bounds, topk, k_scale=k_scale)[0][None]
+        pages, heads = cache.index_keys(layer), weights.flatten(0, 1)
+        slots, _ = functional.indexer_topk_paged(
+            q, pages, heads, step.context_lens, step.block_table, topk, return_slots=True
+        )
+        return slots.view(*q.shape[:2], topk)
 
     def scores(self, tensors: IndexerTensors, ids: Tensor) -> Tensor:
         """Scores of the listed keys [B, S, K], -inf where an id is not one of the S keys. Differentiable."""
@@ -134,6 +155,14 @@ def sequences(*tensors: Tensor) -> list[tuple[Any, ...]]:
     return list(zip(*tensors, strict=True)) or [tuple(t.flatten(0, 1) for t in tensors)]
 
 
+def as_selected(tensors: IndexerTensors, precision: Literal["fp8", "bf16"]) -> tuple[IndexerTensors, Tensor | None]:
+    """The tensors as the selection takes them, and the scales of keys in fp8 [B, S]."""
+    if precision != "fp8":
+        return tensors, None
+    q, q_scale, k, k_scale = functional.quantize_indexer(tensors.q, tensors.k)
+    return IndexerTensors(q, k, tensors.weights.float() * q_scale), k_scale
+
+
 @torch.no_grad()
 def select_keys(
     tensors: IndexerTensors, starts: Tensor, ends: Tensor, topk: int, precision: Literal["fp8", "bf16"]
@@ -141,11 +170,9 @@ def select_keys(
     """Ids of the `topk` keys with the highest scores among those within the bounds, which are int32 [B, S], of each
     sequence: [B, S, topk], int32, ascending, then -1. The number of keys T may differ from that of queries."""
     batch, seq_kv = tensors.k.shape[:2]
-    q, k, weights = (t.flatten(0, 1) for t in tensors)
-    k_scale = None
-    if precision == "fp8":
-        q, q_scale, k, k_scale = functional.quantize_indexer(q, k)
-        weights = weights.float() * q_scale
+    selected, scales = as_selected(tensors, precision)
+    q, k, weights = (t.flatten(0, 1) for t in selected)
+    k_scale = None if scales is None else scales.flatten()
     if batch > 1:
         first = _first_keys(tensors)
         # A bound outside of the sequence would be a key of another.

@@ -76,9 +76,38 @@ class Yarn:
         return frequencies / self.factor * slow + frequencies * (1 - slow)
 
 
+class PlacedRows:
+    """Positions of rows, with tables for these from `tables`, which are those of all positions up to a length: a layer
+    that is called for few rows would spend more time on its own than on them.
+
+    `tables` is filled on first use, but not in the capture of a CUDA graph, to which the memory would belong.
+    """
+
+    def __init__(self, positions: Tensor, length: int, tables: dict[tuple[Any, ...], tuple[Tensor, Tensor]]) -> None:
+        self.positions, self.length = positions, length
+        self._of_all, self._of_these = tables, dict[tuple[Any, ...], tuple[Tensor, Tensor]]()
+
+    def tables(self, x: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
+        """See rope_tables."""
+        key = theta, columns, yarn, x.dtype
+        if key not in self._of_these:
+            like = x.new_empty(1, self.length, 0)
+            if key not in self._of_all and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                every = torch.arange(self.length, device=x.device)
+                self._of_all[key] = rope_tables(like, every, theta, columns, yarn)
+            if key in self._of_all:
+                cos, sin = self._of_all[key]
+                self._of_these[key] = cos[0, self.positions], sin[0, self.positions]
+            else:
+                self._of_these[key] = rope_tables(like, self.positions, theta, columns, yarn)
+        cos, sin = self._of_these[key]
+        shape = *cos.shape[:2], *(1,) * (x.dim() - 3), cos.shape[2]
+        return cos.view(shape), sin.view(shape)
+
+
 def apply_rope(
     x: Tensor,
-    positions: Tensor,
+    positions: Tensor | PlacedRows,
     theta: float = 10_000.0,
     *,
     columns: int | None = None,
@@ -89,7 +118,7 @@ def apply_rope(
 
     Args:
         x: [B, S, ..., D], floating-point.
-        positions: [S] or [B, S].
+        positions: [S] or [B, S], or rows that have tables.
         theta: base of the frequencies.
         columns: number of leading columns to rotate, even; the others are unchanged. All by default.
         layout: which columns of x are a pair. "half": column i of the first half and column i of the second;
@@ -121,6 +150,7 @@ def check_yarn(where: str, yarn: Any, theta: float) -> None:
 
 def check_positions(where: str, positions: Any, x: Tensor) -> None:
     """`positions` are those of the rows of x [B, S, ...]."""
+    positions = positions.positions if isinstance(positions, PlacedRows) else positions
     if not isinstance(positions, Tensor) or positions.shape not in (x.shape[1:2], x.shape[:2]):
         got = describe(positions) if isinstance(positions, Tensor) else type(positions).__name__
         raise ValueError(f"{where}: positions must be a tensor [S={x.shape[1]}] or [B={x.shape[0]}, S], got {got}")
@@ -137,9 +167,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> T
 
 
 def rope_tables(
-    x: Tensor, positions: Tensor, theta: float, columns: int, yarn: Yarn | None = None
+    x: Tensor, positions: Tensor | PlacedRows, theta: float, columns: int, yarn: Yarn | None = None
 ) -> tuple[Tensor, Tensor]:
     """Tables of cos and sin for apply_rope on x [B, S, ..., D]: [1 or B, S, ..., columns / 2], like x."""
+    if isinstance(positions, PlacedRows):
+        return positions.tables(x, theta, columns, yarn)
     half = columns // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     frequencies = frequencies if yarn is None else yarn.slowed(frequencies, theta)

@@ -8,10 +8,12 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from dsa_ext import functional
 from dsa_ext.nn.absorbed import Absorbed, Rope, absorbed_attention, absorbed_queries
-from dsa_ext.nn.heads import is_plain
+from dsa_ext.nn.heads import is_plain, multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
+from dsa_ext.nn.paged_cache import FP8, DecodeStep, PagedKVCache, PrefillStep
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
 from dsa_ext.ops._checks import describe
+from dsa_ext.ops._library import as_autocast
 from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, VALUE_COLUMNS, WIDTHS
 
 Phase = Literal["dense", "warmup", "sparse"]
@@ -134,6 +136,8 @@ class SparseMLA(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         ids: Tensor | None = None,
+        cache: PagedKVCache | None = None,
+        layer: int | None = None,
     ) -> SparseMLAOutput:
         """
         Args:
@@ -145,11 +149,23 @@ class SparseMLA(nn.Module):
                 wait for the GPU. Queries see keys of their own sequence only.
             ids: keys that an earlier layer selected [B, S, K], int32, to share its indexer; only in the phase "sparse".
                 Later keys and those of other sequences are ignored. The indexer does not run, and there is no loss.
+            cache: keys of earlier tokens, to which those of x are added: x has the tokens of the cache's current step,
+                [1, T, hidden_size] after `cache.prefill`, [B, N, hidden_size] after `cache.decode`. Only in the phase
+                "sparse", and without gradients. The cache knows the positions and the sequences.
+                Then `ids` are slots of the cache, which decoding reads as they are.
+            layer: number of this layer in the cache; may be left out if it has one.
 
         Returns:
-            SparseMLAOutput. Its ids are rows of x, also with cu_seqlens.
+            SparseMLAOutput. Its ids are rows of x, also with cu_seqlens; with a cache they are its slots,
+            page * page_size + row in the page.
         """
         self._check_input(x)
+        if cache is not None:
+            if positions is not None or cu_seqlens is not None:
+                raise ValueError("SparseMLA: positions and cu_seqlens must be None with a cache, which has them")
+            return self._with_cache(x, ids, cache, self._check_cache(x, cache, layer))
+        if layer is not None:
+            raise ValueError(f"SparseMLA: layer is a number in a cache, got {layer!r} without a cache")
         rows = self._rows(x, positions, cu_seqlens)
         if ids is not None:
             self._check_ids(ids, x)
@@ -167,6 +183,26 @@ class SparseMLA(nn.Module):
             self._heads(q_latent), self._keys(x, rows), self._kv_b(), tensors, ids, rows, out_weight
         )
         return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, loss, ids)
+
+    def make_cache(
+        self,
+        layers: int,
+        num_blocks: int,
+        max_sequences: int,
+        max_length: int,
+        *,
+        page_size: int = 64,
+        dtype: torch.dtype | None = None,
+    ) -> PagedKVCache:
+        """An empty cache for a model with `layers` layers like this one. `dtype` is that of the latent keys:
+        float8_e4m3fn, or by default the layer's (autocast's if autocast is enabled)."""
+        weight = self.kv_a_proj_with_mqa.weight
+        own = as_autocast(weight.detach()[:0]).dtype
+        return PagedKVCache(
+            layers, num_blocks, max_sequences, max_length, page_size=page_size, index_columns=self.indexer.head_dim,
+            dtype=own if dtype is None else dtype, index_dtype=FP8 if self.indexer.precision == "fp8" else own,
+            device=weight.device,
+        )  # fmt: skip
 
     @torch.no_grad()
     def attention_to_all(self, x: Tensor) -> Tensor:
@@ -211,6 +247,53 @@ class SparseMLA(nn.Module):
         if not is_list or ids.shape[:2] != x.shape[:2] or ids.shape[2] < 1:
             got = describe(ids) if isinstance(ids, Tensor) else type(ids).__name__
             raise ValueError(f"SparseMLA: ids must be int32 [B={x.shape[0]}, S={x.shape[1]}, K], got {got}")
+
+    def _check_cache(self, x: Tensor, cache: PagedKVCache, layer: int | None) -> int:
+        """The number of the layer in the cache."""
+        if not isinstance(cache, PagedKVCache):
+            raise TypeError(f"SparseMLA: cache must be a PagedKVCache, got {type(cache).__name__}")
+        if self.phase != "sparse":
+            raise ValueError(f"SparseMLA: a cache is for the phase 'sparse', got {self.phase!r}")
+        if torch.is_grad_enabled():
+            raise ValueError("SparseMLA: a cache has no gradients, call under torch.no_grad()")
+        if layer is None and cache.layers > 1:
+            raise ValueError(
+                f"SparseMLA: layer must be the number of this layer in a cache of {cache.layers}, got None"
+            )
+        expected = cache.step.positions.shape
+        if x.shape[:2] != expected:
+            name = "decode" if isinstance(cache.step, DecodeStep) else "prefill"
+            tokens = f"[{expected[0]}, {expected[1]}, {self.hidden_size}], the tokens of the last cache.{name}"
+            raise ValueError(f"SparseMLA: x must be {tokens}, got {describe(x)}")
+        return 0 if layer is None else layer
+
+    def _with_cache(self, x: Tensor, ids: Tensor | None, cache: PagedKVCache, layer: int) -> SparseMLAOutput:
+        """A step of prefill with the operators of training, on keys that are gathered from their pages; or one of
+        decoding, with operators that read pages."""
+        if ids is not None:
+            self._check_ids(ids, x)
+        step = cache.step
+        is_prefill = isinstance(step, PrefillStep)
+        rows = _Rows(cache.rows(), (step.starts, step.ends) if isinstance(step, PrefillStep) else None)
+        q_latent = self.q_a_layernorm(self.q_a_proj(x))
+        cache.write(layer, self._keys(x, rows))
+        keys = None  # that are selected, by their numbers among those that prefill gathers
+        if ids is None:
+            ids = self.indexer.select_cached(self.indexer(x, q_latent, rows.positions), cache, layer, self.topk)
+            if is_prefill:
+                keys, ids = ids, cache.ids_of_keys(ids)
+        elif is_prefill:
+            keys = cache.keys_of_ids(ids)
+        heads = as_autocast(self._heads(q_latent))
+        if keys is not None:
+            kv, out_weight = cache.gather(layer, heads.dtype), self.o_proj.weight if is_plain(self.o_proj) else None
+            listed = keys[:, :, None]
+            out = self._attend(heads, kv[None, :, None], self._kv_b(), listed, rows, out_weight, distribution=False).out
+            return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, None, ids)
+        key_weight, value_weight = self._weights(self._kv_b())
+        q = absorbed_queries(heads, key_weight, self._rope(heads, rows))
+        latent, _ = functional.sparse_mla_decode(q, cache.kv(layer), ids, sm_scale=self.sm_scale)
+        return SparseMLAOutput(self.o_proj(multiply_heads(latent, value_weight.mT).flatten(2)), None, ids)
 
     def _dense(self, heads: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, rows: "_Rows") -> Tensor:
         """Attention to all keys up to each query's own position [B, S, H, v_dim], with keys and values of each head:
@@ -311,7 +394,7 @@ class SparseMLA(nn.Module):
 class _Rows(NamedTuple):
     """Where the rows of x stand."""
 
-    positions: Tensor  # for RoPE, [S] or [B, S]
+    positions: Any  # for RoPE, [S] or [B, S]: a tensor, or PlacedRows
     bounds: tuple[Tensor, Tensor] | None  # the first key and the one after the last that a query sees, int32 [B, S]
 
     def at(self, rows: Tensor, batch: int) -> "_Rows":

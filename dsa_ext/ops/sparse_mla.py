@@ -1,4 +1,4 @@
-"""Sparse multi-query latent attention, its gradients, and its attention weights summed over heads."""
+"""Sparse multi-query latent attention, its gradients, its attention weights summed over heads, and decoding."""
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from dsa_ext.ops._checks import (
     fail,
 )
 from dsa_ext.ops._operator import Args, Operator
+from dsa_ext.reference.decode import packed_bytes
 from dsa_ext.reference.numerics import compute_dtype
 from dsa_ext.reference.sparse_mla import HEADS_PER_BLOCK
 
@@ -28,7 +29,7 @@ _SLOTS = (
 
 
 def _check_common(a: Args, attn_sink: Tensor | None = None) -> None:
-    """Checks shared by all three operators."""
+    """Checks shared by all operators."""
     dtype = differentiable_dtype(a.q)
     check_tensor(a.op, "q", a.q, dtype, B=None, S=None, H=None, Dqk=None)
     batch, seq, heads, d_qk = a.q.shape
@@ -105,10 +106,61 @@ def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Te
     return {"q": dq, "kv": dkv, "attn_sink": None if a.attn_sink is None else d_sink}
 
 
+def _fake_max(a: Args) -> tuple[Tensor, Tensor, Tensor]:
+    lse, max_logits = (a.q.new_empty(a.q.shape[:3], dtype=compute_dtype(a.q)) for _ in range(2))
+    return a.q.new_empty(*a.q.shape[:3], a.d_v), lse, max_logits
+
+
+def _backward_max(a: Args, dout: Tensor | None, dlse: Tensor | None, _: None) -> dict[str, Tensor | None]:
+    if a.inf_if_empty:
+        a = a._replace(lse=a.lse.masked_fill(a.max_logits == -torch.inf, -torch.inf))
+    return _backward(a, dout, dlse)
+
+
 def _matmul_columns(a: Args, columns: int) -> int:
     """Operations of matmuls with so many columns over every slot, visible or not: the count must not depend on data."""
     batch, seq, heads, _ = a.q
     count: int = 2 * batch * seq * heads * a.indices[3] * columns
+    return count
+
+
+def _check_pack(a: Args) -> None:
+    if a.kv.dtype != torch.bfloat16 or a.kv.dim() == 0 or a.kv.shape[-1] not in WIDTHS:
+        fail(a.op, f"kv must be bfloat16 [.., D] with D 576 or 512, got {describe(a.kv)}")
+
+
+def _check_decode(a: Args) -> None:
+    dtype = differentiable_dtype(a.q)
+    check_tensor(a.op, "q", a.q, dtype, B=None, N=None, H=None, Dqk=None)
+    batch, tokens, heads, d_qk = a.q.shape
+    if d_qk not in WIDTHS or a.d_v != VALUE_COLUMNS:
+        fail(a.op, f"(Dqk, d_v) must be (576, 512) or (512, 512), got ({d_qk}, {a.d_v})")
+    if a.kv_cache.dtype == torch.uint8:
+        check_tensor(a.op, "kv_cache", a.kv_cache, torch.uint8, blocks=None, page=None, G=1, bytes=packed_bytes(d_qk))
+    else:
+        check_tensor(a.op, "kv_cache", a.kv_cache, (dtype, torch.uint8), blocks=None, page=None, G=1, Dqk=d_qk)
+    check_tensor(a.op, "indices", a.indices, torch.int32, B=batch, N=tokens, K=None)
+    if a.topk_length is not None:
+        check_tensor(a.op, "topk_length", a.topk_length, torch.int32, B=batch, N=tokens)
+    if a.attn_sink is not None:
+        check_tensor(a.op, "attn_sink", a.attn_sink, compute_dtype(a.q), H=heads)
+    if heads > MAX_HEADS_PER_GROUP:
+        fail(a.op, f"q must have at most {MAX_HEADS_PER_GROUP} heads, got {heads}")
+    if a.indices.shape[2] < 1:
+        fail(a.op, f"indices must have at least one slot per row, got {describe(a.indices)}")
+    check_scale(a.op, a.sm_scale)
+    others = {name: getattr(a, name) for name in ("kv_cache", "indices", "topk_length", "attn_sink")}
+    check_same_device(a.op, "q", a.q, **others)
+
+
+def _fake_decode(a: Args) -> tuple[Tensor, Tensor]:
+    return a.q.new_empty(*a.q.shape[:3], a.d_v), a.q.new_empty(a.q.shape[:3], dtype=compute_dtype(a.q))
+
+
+def _flops_decode(a: Args) -> int:
+    """Of the matrix products over every slot, valid or not: the count must not depend on data."""
+    batch, tokens, heads, d_qk = a.q
+    count: int = 2 * batch * tokens * heads * a.indices[2] * (d_qk + a.d_v)
     return count
 
 
@@ -120,6 +172,19 @@ Operator(
     reference=reference.sparse_mla_fwd,
     saves=("q", "kv", "indices", "topk_length", "starts", "ends", "attn_sink", "out", "lse"),
     backward=_backward,
+    cast=("q", "kv"),
+    flops=lambda a: _matmul_columns(a, a.q[3] + a.d_v),
+)
+Operator(
+    "sparse_mla_max_fwd(Tensor q, Tensor kv, Tensor indices, float? sm_scale=None, SymInt d_v=512, "
+    f"{_SLOTS}, Tensor? attn_sink=None, bool deterministic=False, bool inf_if_empty=False) -> "
+    "(Tensor out, Tensor lse, Tensor max_logits)",
+    check=_check,
+    fake=_fake_max,
+    reference=reference.sparse_mla_max_fwd,
+    saves=("q", "kv", "indices", "topk_length", "starts", "ends", "attn_sink", "out", "lse", "max_logits"),
+    backward=_backward_max,
+    constant_results=("max_logits",),
     cast=("q", "kv"),
     flops=lambda a: _matmul_columns(a, a.q[3] + a.d_v),
 )
@@ -141,4 +206,20 @@ Operator(
     reference=reference.attn_dist,
     cast=("q", "kv"),
     flops=lambda a: _matmul_columns(a, a.q[3]),
+)
+Operator(
+    "pack_kv_fp8(Tensor kv) -> Tensor",
+    check=_check_pack,
+    fake=lambda a: a.kv.new_empty(*a.kv.shape[:-1], packed_bytes(a.kv.shape[-1]), dtype=torch.uint8),
+    reference=reference.pack_kv_fp8,
+)
+Operator(
+    "sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor indices, float? sm_scale=None, SymInt d_v=512, "
+    "Tensor? topk_length=None, Tensor? attn_sink=None, bool batch_invariant=False, bool inf_if_empty=False) -> "
+    "(Tensor out, Tensor lse)",
+    check=_check_decode,
+    fake=_fake_decode,
+    reference=reference.sparse_mla_decode,
+    cast=("q",),
+    flops=_flops_decode,
 )

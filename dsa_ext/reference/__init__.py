@@ -3,6 +3,7 @@
 from dsa_ext.reference.block_select import *  # noqa: F403
 from dsa_ext.reference.block_sparse import *  # noqa: F403
 from dsa_ext.reference.coarse_attn import *  # noqa: F403
+from dsa_ext.reference.decode import *  # noqa: F403
 from dsa_ext.reference.fp8 import *  # noqa: F403
 from dsa_ext.reference.gated_fusion import *  # noqa: F403
 from dsa_ext.reference.indexer import *  # noqa: F403

@@ -5,6 +5,7 @@ scores of one chunk bound the memory: S=4096 queries with 2048 keys each need le
 themselves.
 
 Letters: B batch, S queries, H heads, G kv groups, K selected slots, D columns of a key (the first d_v are its value).
+Decoding from a paged cache is in decode.py.
 """
 
 from collections.abc import Iterator
@@ -116,19 +117,46 @@ def sparse_mla_fwd(
 
     Returns out [B, S, H, d_v] in the dtype of q and lse [B, S, H] in fp32 (float64 for float64 inputs).
     """
+    slots = (causal, q_start, positions_per_key, topk_length, starts, ends)
+    out, lse, _ = sparse_mla_max_fwd(q, kv, indices, sm_scale, d_v, *slots, attn_sink)
+    return out, lse
+
+
+def sparse_mla_max_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    causal: bool = True,
+    q_start: int = 0,
+    positions_per_key: int = 1,
+    topk_length: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    inf_if_empty: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """sparse_mla_fwd, and the largest score of each row [B, S, H], like lse: -inf where no slot is visible.
+
+    With `inf_if_empty` lse is +inf there.
+    """
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     visible = visible_slots(indices, kv.shape[1], causal, q_start, positions_per_key, topk_length, starts, ends)
     out = q.new_empty(*q.shape[:3], d_v)
-    lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q))
+    lse, max_logits = (q.new_empty(q.shape[:3], dtype=compute_dtype(q)) for _ in range(2))
     for chunk in query_chunks(q, kv, indices, visible):
         scores = chunk.scores(scale)
+        max_logits[:, chunk.queries] = scores.amax(-1).flatten(2)
         chunk_lse = torch.logsumexp(scores, dim=-1)
         # Normalized by their own sum: if scores are large, lse is too coarse to tell how many keys share the mass.
         p = scores.softmax(-1).masked_fill((chunk_lse == -torch.inf)[..., None], 0)
         lse[:, chunk.queries] = chunk_lse.flatten(2)
         share = share_after_sink(lse[:, chunk.queries], attn_sink)
         out[:, chunk.queries] = (p @ chunk.keys[..., :d_v]).flatten(2, 3) * share[..., None]
-    return out, lse
+    if inf_if_empty:
+        lse.masked_fill_(max_logits == -torch.inf, torch.inf)
+    return out, lse, max_logits
 
 
 def sparse_mla_bwd(

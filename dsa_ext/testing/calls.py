@@ -9,7 +9,7 @@ from torch import Tensor
 from dsa_ext._public import functions_of
 from dsa_ext.ops import OPERATORS
 from dsa_ext.testing.block_inputs import make_block_inputs, make_heads
-from dsa_ext.testing.inputs import make_indexer_inputs, make_inputs
+from dsa_ext.testing.inputs import make_cache, make_indexer_inputs, make_inputs
 from dsa_ext.testing.paged_inputs import make_paged_inputs
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -29,6 +29,10 @@ def sparse_mla_fwd(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24,
     return _sparse_mla(heads, seq, s_kv, topk, d_qk)
 
 
+def sparse_mla_max_fwd(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24, d_qk: int = 576) -> Args:
+    return _sparse_mla(heads, seq, s_kv, topk, d_qk)
+
+
 def sparse_mla_bwd(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24, d_qk: int = 576) -> Args:
     args = _sparse_mla(heads, seq, s_kv, topk, d_qk)
     dout = _normal(1, seq, heads, 512).to(BF16)
@@ -37,6 +41,17 @@ def sparse_mla_bwd(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24,
 
 def attn_dist(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24, d_qk: int = 576) -> Args:
     return with_forward("attn_dist", _sparse_mla(heads, seq, s_kv, topk, d_qk))
+
+
+def pack_kv_fp8(rows: int = 7, d_qk: int = 576) -> Args:
+    return {"kv": _normal(rows, d_qk).to(BF16)}
+
+
+def sparse_mla_decode(
+    heads: int = 8, tokens: int = 3, page: int = 10, topk: int = 24, d_qk: int = 576, packed: bool = True
+) -> Args:
+    inputs = make_cache(2, tokens, 4, page, heads, topk, d_qk, packed=packed)
+    return {"q": inputs.q, "kv_cache": inputs.kv_cache, "indices": inputs.indices}
 
 
 def _block_sparse(dim: int, n_q: int, n_kv: int) -> Args:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsa_ext.reference.decode import pack_kv_fp8
+
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 #: Most random numbers that random_indices ranks at a time.
@@ -98,6 +100,57 @@ def drift_indices(
             ids = best.indices.masked_fill(best.values < 0, s_kv).sort().values
             indices[b, queries, g, :count] = ids.masked_fill(ids == s_kv, -1).int()
     return indices
+
+
+@dataclass
+class CacheInputs:
+    q: Tensor  # [B, N, H, D]
+    kv_cache: Tensor  # [blocks, page, 1, D], or packed: uint8 [blocks, page, 1, bytes]
+    indices: Tensor  # [B, N, K] int32
+
+
+def make_cache(
+    batch: int = 1,
+    tokens: int = 1,
+    blocks: int = 8,
+    page: int = 64,
+    heads: int = 16,
+    topk: int = 32,
+    d_qk: int = 576,
+    *,
+    packed: bool = True,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> CacheInputs:
+    """A paged cache of normally distributed keys whose magnitudes differ, and queries that list distinct slots."""
+    inputs = make_inputs(1, batch * tokens, blocks * page, heads, 1, topk, d_qk, device=device, dtype=dtype, seed=seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    sizes = torch.rand(blocks * page, 1, generator=generator, device=device) + 0.25
+    kv = (inputs.kv[0, :, 0] * sizes).to(torch.bfloat16 if packed else dtype)
+    cache = pack_kv_fp8(kv) if packed else kv
+    return CacheInputs(
+        q=inputs.q[0].unflatten(0, (batch, tokens)),
+        kv_cache=cache.view(blocks, page, 1, cache.shape[1]),
+        indices=inputs.indices[0, :, 0].unflatten(0, (batch, tokens)),
+    )
+
+
+def poison_cache(kv_cache: Tensor, listed: Tensor) -> Tensor:
+    """A copy of a cache in which every slot that is not among the valid ids `listed` is NaN: all its bytes are 255."""
+    keep = torch.zeros(kv_cache.shape[0] * kv_cache.shape[1], 1, dtype=torch.bool, device=kv_cache.device)
+    keep[listed.long()] = True
+    rows = kv_cache.flatten(0, 2).view(torch.uint8)
+    return torch.where(keep, rows, 255).view(kv_cache.dtype).view(kv_cache.shape)
+
+
+def strided_cache(kv_cache: Tensor) -> Tensor:
+    """The same values as a slice of a buffer with several layers, spare slots in every page and wider rows, all NaN."""
+    blocks, page, _, width = kv_cache.shape
+    extra = 32 // kv_cache.element_size()
+    buffer = torch.full((blocks, 3, page + 1, 1, (width + extra) * kv_cache.element_size()), 255, dtype=torch.uint8)
+    view = buffer.to(kv_cache.device).view(kv_cache.dtype)[:, 1, :page, :, extra:]
+    return view.copy_(kv_cache)
 
 
 def spoil_indices(indices: Tensor, s_kv: int, seed: int = 0) -> Tensor:

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from dsa_ext import functional
+from dsa_ext import functional, reference
+from dsa_ext.reference import decode
 from dsa_ext.reference.sparse_mla import visible_slots
-from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN
+from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, poison_cache
 from dsa_ext.testing.random_calls.call import (
     Args,
     Call,
@@ -87,6 +88,10 @@ def sparse_mla_fwd(draw: Draw) -> Args:
     return _with_sink(draw, _inputs(draw))
 
 
+def sparse_mla_max_fwd(draw: Draw) -> Args:
+    return {**sparse_mla_fwd(draw), "inf_if_empty": draw.chance(0.5)}
+
+
 def sparse_mla_bwd(draw: Draw) -> Args:
     args = _with_sink(draw, _inputs(draw))
     out, lse = run_operator("sparse_mla_fwd", args)
@@ -105,6 +110,46 @@ def attn_dist(draw: Draw) -> Args:
         lse = lse.masked_fill(draw.uniform(*lse.shape) < 0.3, -torch.inf)
     kind = draw.choice(({}, {}, {"normalize": True}, {"per_head_block": True}))
     return {**args, "lse": draw.view(lse, "free", repeat=False), **kind}
+
+
+def pack_kv_fp8(draw: Draw) -> Args:
+    leading = [draw.length(300) for _ in range(draw.choice((0, 1, 1, 2, 3)))]
+    leading = draw.within(_COLUMNS, *leading)
+    kv = draw.floats(*leading, draw.choice((576, 512)), name="kv")
+    if draw.chance(0.15):
+        for special in (torch.nan, torch.inf, -torch.inf):
+            kv = kv.masked_fill(draw.uniform(*kv.shape) < 0.002, special)
+        draw.notes.append("specials")
+    return {"kv": draw.view(kv, "free")}
+
+
+def sparse_mla_decode(draw: Draw) -> Args:
+    d_qk, heads = draw.choice((576, 512)), draw.size(128)
+    tokens, page = draw.choice((1, 1, 2, 3, 6)), draw.choice((1, 2, 53, 61, 64, 64, 69, 576))
+    batch, topk = draw.within(_COLUMNS * tokens * max(16, heads), draw.length(321), draw.size(4096))
+    (blocks,) = draw.within(64 * page, draw.length(2**14))
+    topk_length = None
+    if draw.chance(0.4):
+        topk_length = draw.integers(-3, topk + 3, batch, tokens)
+        if draw.chance(0.2):
+            topk_length[:, ::2] = draw.choice((INT32_MIN, INT32_MAX, 0))
+        topk_length = draw.view(topk_length, "free")
+    indices = draw.view(draw.ids(batch, tokens, topk, keys=blocks * page), "dense")
+    q, kv = draw.floats(batch, tokens, heads, d_qk, name="q"), draw.floats(blocks, page, 1, d_qk, name="kv")
+    scale = draw.scale()
+    q = draw.to_edge(q, kv, d_qk**-0.5 if scale is None else scale)
+    packed = draw.chance(0.7)
+    cache = reference.pack_kv_fp8(kv) if packed else kv
+    if draw.chance(0.5):
+        draw.notes.append("NaN where unused")
+        used = decode.used_slots(indices, topk_length) & (indices >= 0) & (indices < blocks * page)
+        cache = poison_cache(cache, indices[used])
+        cache = draw.view(cache, repeat=False)
+    else:
+        cache = draw.view(cache)
+    args = {"q": draw.view(q), "kv_cache": cache, "indices": indices, "sm_scale": scale, "topk_length": topk_length}
+    flags = {name: draw.chance(0.3) for name in ("batch_invariant", "inf_if_empty")}
+    return {**_with_sink(draw, args), **flags}
 
 
 def functional_sparse_mla(draw: Draw) -> Call:

@@ -192,12 +192,19 @@ def _act_quant(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
     return exact_measures(("y", "s"), got, reference.act_quant(args["x"].cpu(), args["round_scale"]))
 
 
+def _pack_kv_fp8(got: tuple[Tensor, ...], args: dict[str, Any]) -> list[Measure]:
+    """Compares e4m3, scales and rope part separately: NaN may have any bits."""
+    parts = (reference.parts_of_packed(packed) for packed in (got[0], reference.pack_kv_fp8(args["kv"].cpu())))
+    return exact_measures(("e4m3", "scales", "rope part"), *parts)
+
+
 _EXACT = {
     "topk_select": _topk_select,
     "indexer_topk": _indexer_topk,
     "indexer_topk_paged": _indexer_topk_paged,
     "block_select": _block_select,
     "act_quant": _act_quant,
+    "pack_kv_fp8": _pack_kv_fp8,
 }
 #: All operators that `check` supports.
 OPS = (*_JUDGED, *_EXACT)

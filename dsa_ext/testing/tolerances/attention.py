@@ -8,14 +8,14 @@ probability has its own bound, and the bound of each result is computed from tho
 Shapes: n queries read the same K keys [.., K, D]; the leading dimensions are those of the reference's chunks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.reference import block_sparse, numerics, sparse_mla
+from dsa_ext.reference import block_sparse, decode, numerics, sparse_mla
 from dsa_ext.testing.tolerances.limits import (
     BF16_ROUNDING,
     ELEMENTWISE,
@@ -215,6 +215,45 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
         parts.noise = parts.noise * (share + noise)[..., None] + parts.magnitude * noise[..., None]
         parts.magnitude = parts.magnitude * share[..., None]
     return [_output(out, parts, rounded), _lse(lse, parts)]
+
+
+def sparse_mla_max_fwd(args: dict[str, Any]) -> list[Expected]:
+    out, lse = sparse_mla_fwd({name: value for name, value in args.items() if name != "inf_if_empty"})
+    args = wide(args)
+    value, limit = torch.empty_like(lse.value), torch.empty_like(lse.value)
+    for chunk in sparse_mla.query_chunks(args["q"], args["kv"], args["indices"], visible_slots(args)):
+        s = scores_of(chunk.q, chunk.keys, chunk.visible, scale_of(args))
+        value[:, chunk.queries] = s.scores.amax(-1).flatten(2)
+        limit[:, chunk.queries] = s.resolution.flatten(2)
+    _inf_if_empty(lse, args)
+    limit += (LSE_RELATIVE * value.abs()).clamp(min=LSE_ABSOLUTE).nan_to_num(0, 0, 0)
+    top = Expected("max_logits", value, bound=limit, noise=limit, similarity=None, free=lse.free, loose=lse.loose)
+    return [out, lse, top]
+
+
+def _inf_if_empty(lse: Expected, args: dict[str, Any]) -> None:
+    if args["inf_if_empty"]:
+        lse.value = lse.value.masked_fill(lse.value == -torch.inf, torch.inf)
+
+
+def sparse_mla_decode(args: dict[str, Any]) -> list[Expected]:
+    """As sparse_mla_fwd with the listed keys alone."""
+    args = {name: value if name == "kv_cache" else wide({name: value})[name] for name, value in args.items()}
+    q, indices = args["q"], args["indices"]
+    used = decode.used_slots(indices, args["topk_length"])
+    keys, ids = decode.listed_keys(args["kv_cache"], indices, used, torch.float64)
+    call = {"q": q.flatten(0, 1)[None], "kv": keys[None, :, None], "indices": ids.flatten(0, 1)[None, :, None]}
+    call |= {"sm_scale": args["sm_scale"], "d_v": args["d_v"], "causal": False, "q_start": 0, "positions_per_key": 1}
+    call |= {"topk_length": None, "starts": None, "ends": None, "attn_sink": args["attn_sink"], "deterministic": False}
+    out, lse = sparse_mla_fwd(call)
+    _inf_if_empty(lse, args)
+    return [_of_tokens(expected, q.shape[:2]) for expected in (out, lse)]
+
+
+def _of_tokens(expected: Expected, shape: torch.Size) -> Expected:
+    """The same with the leading dimensions [1, B * N] of all tensors as [B, N]."""
+    tensors = {name: t[0].unflatten(0, shape) for name, t in vars(expected).items() if isinstance(t, Tensor)}
+    return replace(expected, **tensors)
 
 
 def wide_with_lse(args: dict[str, Any]) -> dict[str, Any]:

@@ -7,24 +7,23 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 #include <cutlass/fast_math.h>
 
 #include <cstdint>
 
+#include "ops/shared/quantization/quantize.cuh"
 #include "params.h"
-#include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/programmatic.cuh"
 #include "sm90/warpgroup.cuh"
 
 namespace dsa::act_quant {
 
+using namespace dsa::quantization;
 using sm90::kWarpThreads, sm90::Piece;
 
 inline constexpr int kRows = 16, kThreads = kRows * kWarpThreads;  // one warp per row
 inline constexpr int kPieces = 4;
-inline constexpr float kSmallest = 1e-4f, kLargest = 448.f;
 
 // How a CTA's part of its rows is divided.
 template <class Input>
@@ -34,52 +33,6 @@ struct Shape {
   static constexpr int kColumns = kPieces * kWarpThreads * kElements;
   static constexpr int kBlocks = kColumns / kBlock;
 };
-
-__device__ __forceinline__ void to_floats(const Piece& piece, float (&values)[8]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = sm90::unpack_bf16(piece.words[i]);
-    values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
-  }
-}
-__device__ __forceinline__ void to_floats(const Piece& piece, float (&values)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) values[i] = __uint_as_float(piece.words[i]);
-}
-
-// The largest magnitude, as bits: these have the order of magnitudes, with NaN the largest.
-template <int kElements>
-__device__ __forceinline__ uint32_t largest_of(const Piece& piece) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (uint32_t word : piece.words) {
-    largest = kElements == 8 ? __vmaxu2(largest, word & 0x7fff7fffu) : max(largest, word & 0x7fffffffu);
-  }
-  return kElements == 8 ? max(largest << 16, largest & 0xffff0000u) : largest;
-}
-
-// Divides by b with IEEE 754 rounding: with r = 1 / b rounded, a r and one Newton step (Markstein, "Computation of
-// elementary functions on the IBM RISC System/6000 processor"), a fraction of the instructions of a division and none
-// of its branches. For b between 2^-126 and 2^126, infinite or NaN.
-struct Divisor {
-  float finite, reciprocal;  // finite: b, or 0, which cancels the Newton step
-
-  __device__ __forceinline__ explicit Divisor(float b) : finite(isfinite(b) ? b : 0.f) {
-    const float estimate = sm90::reciprocal_fast(b);
-    reciprocal = fmaf(-fmaf(estimate, finite, -1.f), estimate, estimate);
-  }
-  __device__ __forceinline__ float divides(float a) const {
-    const float quotient = a * reciprocal;
-    return fmaf(-fmaf(quotient, finite, -a), reciprocal, quotient);
-  }
-};
-
-__device__ __forceinline__ float scale_of(uint32_t largest, bool round_scale) {
-  const float bounded = __uint_as_float(max(largest, __float_as_uint(kSmallest)));
-  const float quotient = Divisor(kLargest).divides(bounded);
-  const uint32_t rounded_up = (__float_as_uint(quotient) + 0x7fffffu) & 0x7f800000u;
-  return !isfinite(bounded) ? bounded : round_scale ? __uint_as_float(rounded_up) : quotient;
-}
 
 template <class Input>
 __global__ void __launch_bounds__(kThreads)
@@ -114,20 +67,13 @@ __global__ void __launch_bounds__(kThreads)
     }
     const float scale = scale_of(largest, p.round_scale);
     if (lane % kLanes == 0) scales[i * (kWarpThreads / kLanes) + lane / kLanes][warp] = scale;
-    const Divisor divisor(scale);
-    float values[kElements];
-    to_floats(pieces[i], values);
-    alignas(8) __nv_fp8x2_storage_t pairs[kElements / 2];
-#pragma unroll
-    for (int j = 0; j < kElements; j += 2) {
-      const float2 pair{divisor.divides(values[j]), divisor.divides(values[j + 1])};
-      pairs[j / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-    }
+    uint32_t words[kElements / 4];
+    quantize(pieces[i], scale, words);
     if (column(i) >= width) continue;
     if constexpr (kElements == 8) {
-      *reinterpret_cast<uint2*>(g_y + column(i)) = *reinterpret_cast<const uint2*>(pairs);
+      *reinterpret_cast<uint2*>(g_y + column(i)) = {words[0], words[1]};
     } else {
-      *reinterpret_cast<uint32_t*>(g_y + column(i)) = *reinterpret_cast<const uint32_t*>(pairs);
+      *reinterpret_cast<uint32_t*>(g_y + column(i)) = words[0];
     }
   }
   __syncthreads();

@@ -1,6 +1,5 @@
 // dsa::act_quant on CUDA: argument checks, allocation, launch. Definition: docs/fp8/act_quant.md.
 #include <cstdint>
-#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -19,22 +18,6 @@ void check_inputs(const Tensor& x, int64_t block) {
   DSA_CHECK(block == kBlock, kOp, ": block must be 128, got ", block);
 }
 
-// `x` as a matrix of rows: a view if one stride steps through all dimensions but the last and the kernel can read the
-// rows, else a copy.
-Tensor as_rows(const Tensor& x, int64_t rows) {
-  const int last = static_cast<int>(x.dim()) - 1;
-  const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
-  bool fits = x.stride(last) == 1 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
-  std::optional<int64_t> step;  // required of the next outer dimension
-  for (int dim = last - 1; dim >= 0; --dim) {
-    if (x.size(dim) == 1) continue;
-    fits &= (!step || x.stride(dim) == *step) && x.stride(dim) % elements == 0;
-    step = x.stride(dim) * x.size(dim);
-  }
-  const int64_t sizes[] = {rows, x.size(last)};
-  return view(fits ? x : aligned_contiguous(x), {sizes, 2});
-}
-
 std::tuple<Tensor, Tensor> act_quant(Tensor x, int64_t block, bool round_scale) {
   check_inputs(x, block);
   const DeviceCall call(kOp, "x", x);
@@ -46,7 +29,7 @@ std::tuple<Tensor, Tensor> act_quant(Tensor x, int64_t block, bool round_scale) 
   Tensor y = empty({count, columns}, ScalarType::Float8_e4m3fn, call.index);
   Tensor scales = empty({blocks, count}, ScalarType::Float, call.index);
   if (y.numel() > 0) {
-    const Tensor rows = as_rows(x, count);
+    const Tensor rows = as_aligned_rows(x, count);
     const Params params{
         .x = rows.data_ptr(),
         .y = y.data_ptr(),

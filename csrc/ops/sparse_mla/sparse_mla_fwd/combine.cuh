@@ -10,6 +10,7 @@ namespace dsa::sparse_mla_fwd {
 
 inline constexpr int kCombineThreads = 128;  // one (query, head) row per CTA; four columns per thread
 
+template <bool kMax>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ KernelParams p) {
   const int64_t row = blockIdx.x;
   const int column = threadIdx.x * 4;
@@ -36,7 +37,13 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   const uint2 packed = {sm90::pack_bf16(out.x * scale, out.y * scale), sm90::pack_bf16(out.z * scale, out.w * scale)};
   *reinterpret_cast<uint2*>(static_cast<char*>(p.out) + (row * p.d_v + column) * 2) = packed;
   if (threadIdx.x == 0) {
-    p.lse[row] = empty ? -INFINITY : tiles::log_of_sum(top, sm90::log2_fast(sum) * sm90::kLn2);
+    const float empty_lse = kMax ? p.maxima.empty_lse : -INFINITY;
+    p.lse[row] = empty ? empty_lse : tiles::log_of_sum(top, sm90::log2_fast(sum) * sm90::kLn2);
+    if constexpr (kMax) {
+      float largest = -INFINITY;
+      for (int i = 0; i < p.splits; ++i) largest = fmaxf(largest, p.maxima.partial_max[i * p.rows + row]);
+      p.maxima.max_logits[row] = isnan(sum) && top < INFINITY ? sum : largest;
+    }
   }
 }
 

@@ -27,7 +27,8 @@
 
 namespace dsa::sparse_mla_fwd {
 
-template <int kConfig>
+// With kMax also writes max_logits, and maxima.empty_lse where lse is -inf.
+template <int kConfig, bool kMax>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_mla_fwd_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map) {
   constexpr Config kC = kConfigs[kConfig];
@@ -68,9 +69,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     grow_registers<kC.score_registers>();
     if constexpr (is_narrow(kC)) {
-      score_narrow<kC>(shared, p, thread);
+      score_narrow<kC, kMax>(shared, p, thread);
     } else {
-      score_wide<kC>(shared, p, thread);
+      score_wide<kC, kMax>(shared, p, thread);
     }
   }
 }

@@ -65,13 +65,55 @@ __device__ __forceinline__ void raise_maxima(SharedStorage<kC>& shared, float (&
   sync_warpgroup<kScoreBarrier>();
 }
 
-// Sums over the warpgroup's keys, and what becomes of each head at the end of an item.
+// With kMax, the largest scores of a thread's heads: of its own keys, then of the warpgroup's in threads 0 to 3.
+template <Config kC, bool kMax, int kColumns>
+struct LargestScores {
+  float of[kColumns];
+
+  __device__ __forceinline__ LargestScores() {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) of[c] = -INFINITY;
+  }
+  __device__ __forceinline__ void add(const float (&top)[kColumns]) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) of[c] = fmaxf(of[c], top[c]);
+  }
+  // Called by all threads of the warpgroup.
+  __device__ __forceinline__ void reduce(SharedStorage<kC>& shared, int thread) {
+    const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int lanes = 4; lanes < kWarpThreads; lanes *= 2) {
+        of[c] = fmaxf(of[c], __shfl_xor_sync(~0u, of[c], lanes));
+      }
+      if (lane < 4) shared.q.columns[warp][column_in_row(c, lane)] = of[c];
+    }
+    sync_warpgroup<kScoreBarrier>();
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int w = 0; w < kWarpsPerWarpgroup; ++w) of[c] = fmaxf(of[c], shared.q.columns[w][column_in_row(c, lane)]);
+    }
+    sync_warpgroup<kScoreBarrier>();
+  }
+  __device__ __forceinline__ float operator[](int c) const { return of[c]; }
+};
 template <Config kC, int kColumns>
+struct LargestScores<kC, false, kColumns> {
+  __device__ __forceinline__ void add(const float (&)[kColumns]) {}
+  __device__ __forceinline__ void reduce(SharedStorage<kC>&, int) {}
+  __device__ __forceinline__ float operator[](int) const { return 0.f; }
+};
+
+// Sums over the warpgroup's keys, and what becomes of each head at the end of an item.
+template <Config kC, bool kMax, int kColumns>
 __device__ __forceinline__ void finish_heads(SharedStorage<kC>& shared, const KernelParams& p, int index, int slot,
                                              const float (&column_max)[kColumns], float (&column_sum)[kColumns],
-                                             int thread) {
+                                             LargestScores<kC, kMax, kColumns>& largest, int thread) {
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   const auto head = [&](int c) { return column_in_row(c, lane); };
+  largest.reduce(shared, thread);
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
@@ -89,11 +131,12 @@ __device__ __forceinline__ void finish_heads(SharedStorage<kC>& shared, const Ke
 #pragma unroll
       for (int w = 0; w < kWarpsPerWarpgroup; ++w) sum += shared.q.columns[w][head(c)];
       shared.finish[slot][head(c)] = finish_row(p, item, head(c), column_max[c], sum);
+      if constexpr (kMax) finish_max(p, item, head(c), column_max[c], sum, largest[c]);
     }
   }
 }
 
-template <Config kC>
+template <Config kC, bool kMax>
 __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const KernelParams& p, int thread) {
   using namespace cute;
   constexpr int kFrontColumns = kFrontChunks * kChunkColumns;
@@ -130,6 +173,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
     float column_max[kColumns], column_sum[kColumns];  // column_sum is of this thread's keys only
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) column_max[c] = -INFINITY, column_sum[c] = 0.f;
+    LargestScores<kC, kMax, kColumns> largest;
     for (int j = 0; j < tiles; ++j) {
       // S^T = K Q^T
       Tensor s_front = make_tensor(make_smem_ptr(shared.tiles.chunk(front_at.slot, 0)), RowsByColumns<kFrontColumns>{});
@@ -166,6 +210,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
         top[c] = fmaxf(r_s(c / 2 * 4 + c % 2), r_s(c / 2 * 4 + c % 2 + 2));
         raise |= top[c] > column_max[c] + kRescaleStep;
       }
+      largest.add(top);
       int exponents[kColumns];
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) exponents[c] = kExponentOfOne;
@@ -189,7 +234,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
       back_at.advance();
     }
 
-    finish_heads(shared, p, index, finish_at.slot, column_max, column_sum, thread);
+    finish_heads<kC, kMax>(shared, p, index, finish_at.slot, column_max, column_sum, largest, thread);
     arrive(&shared.finished[finish_at.slot]);
     finish_at.advance();
   }

@@ -10,7 +10,8 @@
 
 namespace dsa::sparse_mla_fwd {
 
-// Writes lse and returns the factor that turns O into the output, from a head's maximum (times scale) and sum.
+// Writes lse and returns the factor that turns O into the output, from a head's maximum (times scale), which may lag
+// behind, and its sum.
 __device__ __forceinline__ float finish_row(const KernelParams& p, const Item& item, int head, float row_max,
                                             float row_sum) {
   const bool exists = head < item.heads_left(p);
@@ -25,6 +26,17 @@ __device__ __forceinline__ float finish_row(const KernelParams& p, const Item& i
     g_lse[item.first_row(p) + head] = empty ? -INFINITY : kLn2 * log_of_sum(row_max, log2f(row_sum));
   }
   return empty ? 0.f : 1.f / denominator;
+}
+
+// Writes max_logits, from a head's largest score (times scale), and lse of rows without keys. After finish_row.
+__device__ __forceinline__ void finish_max(const KernelParams& p, const Item& item, int head, float row_max,
+                                           float row_sum, float largest) {
+  if (head >= item.heads_left(p)) return;
+  const int64_t row = item.first_row(p) + head;
+  float* g_max = p.splits == 1 ? p.maxima.max_logits : p.maxima.partial_max + item.split * p.rows;
+  // The largest score ignores NaN, the sum does not.
+  g_max[row] = isnan(row_sum) && row_max < INFINITY ? row_sum : kLn2 * largest;
+  if (row_sum == 0.f && p.splits == 1) p.lse[row] = p.maxima.empty_lse;
 }
 
 // The columns of O that one value warpgroup accumulates, from `kFirst` on. Called by all its threads.

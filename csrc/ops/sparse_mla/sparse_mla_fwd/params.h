@@ -13,7 +13,14 @@ struct Params : sparse_mla::Problem {
   int splits;          // from plan_splits
 };
 
+// The largest scores, if they are asked for, and what lse of a row without keys is.
+struct Maxima {
+  float* max_logits;   // like lse, or null: then `empty_lse` must be -inf
+  float* partial_max;  // like partial_lse, or null
+  float empty_lse;
+};
+
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
-const char* launch(const Params& params, void* stream);
+const char* launch(const Params& params, const Maxima& maxima, void* stream);
 
 }  // namespace dsa::sparse_mla_fwd

@@ -14,6 +14,7 @@
 #include "sm90/warpgroup.cuh"
 #include "tiles/gather.cuh"
 #include "tiles/mma.cuh"
+#include "tiles/online_softmax.cuh"
 
 namespace dsa::sparse_mla_fwd {
 
@@ -25,22 +26,6 @@ inline constexpr int kFrontChunks = 4, kBackChunks = 5, kLastChunk = 8;
 static_assert(kTileRows == kBlockK && kGatherRows == kBlockK, "a tile is what one wgmma scores and one gather copies");
 inline constexpr int kStepColumns = 16;                                       // K of one wgmma
 inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads
-
-// Online softmax: running maxima are raised only when they lag behind by more than kRescaleStep, and then by whole
-// numbers, or so far that nothing is left of earlier sums. So O is rarely rescaled, and by powers of two or 0; P stays
-// below 2^kRescaleStep, where bf16 has the same relative precision.
-inline constexpr float kRescaleStep = 8.f;
-inline constexpr int kExponentOfOne = 127;  // exponent bits of 1.f
-__device__ __forceinline__ float power_of_two(int exponent_bits) { return __int_as_float(exponent_bits << 23); }
-__device__ __forceinline__ float raised_max(float old_max, float top) {
-  if (top - old_max >= kExponentOfOne) return top;  // old_max + ceilf might round to less than top
-  return top > old_max ? old_max + ceilf(top - old_max) : old_max;
-}
-// The exponent bits of 2^(old_max - new_max), whose exponent is whole, or 0 below the range of float; those of 1 if the
-// maximum was not raised.
-__device__ __forceinline__ int rescale_bits(float old_max, float new_max) {
-  return kExponentOfOne + (new_max > old_max ? __float2int_rn(fmaxf(old_max - new_max, -127.f)) : 0);
-}
 
 // Where Q stays during an item. Wide: what the score warpgroup's registers do not hold, the tail and the last 16 value
 // columns. Narrow: all of Q, in chunks of 64 columns.
@@ -91,16 +76,17 @@ struct SharedStorage {
 
 // Values derived from Params once, on the host.
 struct KernelParams : Params {
-  explicit KernelParams(const Params& params);
+  KernelParams(const Params& params, const Maxima& maxima);
 
   int64_t rows;                                                            // batch * seq_q * heads
   int items;                                                               // (query, split, group, block of heads)
   cutlass::FastDivmod head_blocks, group_count, split_count, query_count;  // to decode an item's index
   float scale_log2;  // |sm_scale| * log2(e); above zero so that masked scores stay -inf
   bool negate_q;     // sm_scale is negative
+  Maxima maxima;
 };
 
-inline KernelParams::KernelParams(const Params& params)
+inline KernelParams::KernelParams(const Params& params, const Maxima& maxima)
     : Params(params),
       rows(int64_t(batch) * seq_q * heads),
       head_blocks(ceil_div(heads / groups, kBlockHeads)),
@@ -108,7 +94,8 @@ inline KernelParams::KernelParams(const Params& params)
       split_count(splits),
       query_count(seq_q),
       scale_log2(std::fmax(std::fabs(sm_scale) * kLog2E, std::numeric_limits<float>::denorm_min())),
-      negate_q(sm_scale < 0) {
+      negate_q(sm_scale < 0),
+      maxima(maxima) {
   items = batch * seq_q * groups * splits * head_blocks;
 }
 

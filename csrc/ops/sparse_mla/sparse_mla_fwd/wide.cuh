@@ -71,9 +71,11 @@ __device__ __forceinline__ void load_queries(SharedStorage<kC>& shared, int slot
   }
 }
 
-// Two rows of a lane: the running maximum, in units of log 2, and the sum relative to it, of the lane's columns.
+// Two rows of a lane: the running maximum, in units of log 2, and the sum relative to it, of the lane's columns; with
+// kMax also the largest score, in the same units.
+template <bool kMax>
 struct OnlineSoftmax {
-  float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
+  float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f}, row_top[2] = {-INFINITY, -INFINITY};
 
   // Follows the maximum of these scores if it is much higher; `exponents` are then those of the rows' factors.
   template <class Scores>
@@ -85,6 +87,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int i = 2 * r + 4; i < 32; i += 4) top[r] = fmaxf(top[r], fmaxf(r_s(i), r_s(i + 1)));
       top[r] *= scale_log2;
+      if constexpr (kMax) row_top[r] = fmaxf(row_top[r], top[r]);
     }
     if (__any_sync(~0u, top[0] > row_max[0] + kRescaleStep || top[1] > row_max[1] + kRescaleStep)) {
 #pragma unroll
@@ -149,7 +152,7 @@ __device__ __forceinline__ void store_probabilities(SharedStorage<kC>& shared, i
   }
 }
 
-template <Config kC>
+template <Config kC, bool kMax>
 __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const KernelParams& p, int thread) {
   using namespace cute;
   constexpr int kTailSteps = tail_columns(kC) / kStepColumns;
@@ -181,7 +184,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
     arrive(&shared.probs_turn[at.slot]);
     at.advance();
 
-    OnlineSoftmax softmax;
+    OnlineSoftmax<kMax> softmax;
     int previous_slot = 0;
     const auto signal_written = [&] {
       fence_async_proxy();
@@ -232,9 +235,16 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
     for (int r = 0; r < 2; ++r) {
       softmax.row_sum[r] += __shfl_xor_sync(~0u, softmax.row_sum[r], 1);
       softmax.row_sum[r] += __shfl_xor_sync(~0u, softmax.row_sum[r], 2);
+      if constexpr (kMax) {
+        softmax.row_top[r] = fmaxf(softmax.row_top[r], __shfl_xor_sync(~0u, softmax.row_top[r], 1));
+        softmax.row_top[r] = fmaxf(softmax.row_top[r], __shfl_xor_sync(~0u, softmax.row_top[r], 2));
+      }
       if (lane % 4 == 0) {
         shared.finish[finish_at.slot][row + 8 * r] =
             finish_row(p, item, row + 8 * r, softmax.row_max[r], softmax.row_sum[r]);
+        if constexpr (kMax) {
+          finish_max(p, item, row + 8 * r, softmax.row_max[r], softmax.row_sum[r], softmax.row_top[r]);
+        }
       }
     }
     arrive(&shared.finished[finish_at.slot]);

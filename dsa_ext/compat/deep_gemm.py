@@ -1,0 +1,196 @@
+"""The indexer logits of deep_gemm, with its signatures and conventions, on the operators of this package.
+
+The functions are those of DeepGEMM at commit 54e2261, for fp8. What is not served raises NotImplementedError.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dsa_ext import functional as functional  # which registers the operators
+
+__all__ = [
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_num_sms",
+    "get_paged_mqa_logits_metadata",
+    "set_num_sms",
+]
+
+_indexer_logits = torch.ops.dsa.indexer_logits.default
+_indexer_logits_paged = torch.ops.dsa.indexer_logits_paged.default
+#: Most logits of whole rows that are held to return rows that begin at their first key.
+_LOGITS = 2**26
+_num_sms: int | None = None
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(f"dsa_ext.compat.deep_gemm does not serve {name}")
+
+
+def _not_served(text: str) -> NoReturn:
+    raise NotImplementedError(f"dsa_ext.compat.deep_gemm does not serve {text}")
+
+
+def get_num_sms() -> int:
+    """The number of multiprocessors of the current GPU, or what `set_num_sms` set."""
+    if _num_sms is not None:
+        return _num_sms
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def set_num_sms(num_sms: int) -> None:
+    """Sets what `get_num_sms` returns. The kernels use all multiprocessors all the same."""
+    global _num_sms
+    _num_sms = num_sms
+
+
+def fp8_mqa_logits(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> Tensor:
+    """Scores of the lightning indexer: :func:`indexer_logits` with float8_e4m3fn queries and keys.
+
+    Args:
+        q: queries [S, Hi, Di], float8_e4m3fn. Hi is 8, 16, 32 or 64; Di is 64 or 128.
+        kv: keys [S_kv, Di], float8_e4m3fn, and their scales [S_kv], fp32.
+        weights: weight per head [S, Hi], fp32, including the scale of q.
+        cu_seq_len_k_start, cu_seq_len_k_end: first key of each query, and one past its last [S], int32.
+        clean_logits: write -inf outside of these bounds. If False, the entries there are unspecified.
+        max_seqlen_k: if not 0, row s of the result begins at the first key of query s and has `max_seqlen_k` columns;
+            `clean_logits` must be False. This takes further kernels.
+
+    Returns:
+        logits [S, S_kv] or [S, max_seqlen_k], fp32; the row stride is a multiple of 4 elements.
+
+    Raises:
+        RuntimeError: an argument is invalid; the message names it.
+    """
+    bounds = (cu_seq_len_k_start, cu_seq_len_k_end)
+    if max_seqlen_k == 0:
+        result: Tensor = _indexer_logits(q, kv[0], weights, *bounds, kv[1], clean_logits)
+        return result
+    if clean_logits:
+        raise RuntimeError("fp8_mqa_logits: clean_logits must be False with max_seqlen_k, got True")
+    return _from_first_key(q, kv, weights, *bounds, max_seqlen_k)
+
+
+def _from_first_key(
+    q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, starts: Tensor, ends: Tensor, columns: int
+) -> Tensor:
+    rows, keys = len(q), len(kv[0])
+    result = torch.empty(rows, columns, dtype=torch.float32, device=q.device)
+    step = max(1, _LOGITS // max(1, keys, columns))
+    offsets = torch.arange(columns, device=q.device)
+    for first in range(0, rows if keys else 0, step):
+        run = slice(first, first + step)
+        logits = _indexer_logits(q[run], kv[0], weights[run], starts[run], ends[run], kv[1], False)
+        places = (starts[run, None].clamp(min=0) + offsets).clamp_(max=keys - 1)
+        torch.gather(logits, 1, places, out=result[run])
+    return result
+
+
+def _fp8_alone(function: str, q: Any) -> Tensor:
+    if isinstance(q, Tensor):
+        return q
+    values, scale = q
+    if scale is not None:
+        _not_served(f"fp4 queries, a scale of q, in {function}")
+    tensor: Tensor = values
+    return tensor
+
+
+def _of_dtype(function: str, logits: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise RuntimeError(f"{function}: logits_dtype must be float32 or bfloat16, got {dtype}")
+    return logits.to(dtype)
+
+
+def fp8_fp4_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`fp8_mqa_logits` of q = (values, None). bfloat16 as `logits_dtype` takes a further kernel."""
+    values = _fp8_alone("fp8_fp4_mqa_logits", q)
+    bounds = (cu_seq_len_k_start, cu_seq_len_k_end)
+    logits = fp8_mqa_logits(values, kv, weights, *bounds, clean_logits, max_seqlen_k)
+    return logits if logits_dtype == torch.float32 else _of_dtype("fp8_fp4_mqa_logits", logits, logits_dtype)
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
+) -> Tensor:
+    """A value for `schedule_meta`: a tensor [num_sms + 1, 2], int32, which is not initialized and which nothing reads.
+    Callers may keep copies of it."""
+    return torch.empty(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
+
+
+def fp8_paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+    indices: Tensor | None = None,
+) -> Tensor:
+    """Scores of the lightning indexer for a paged cache: :func:`indexer_logits_paged` with fp8 queries and keys.
+
+    Args:
+        q: queries [B, N, Hi, Di], float8_e4m3fn; N is 1 to 6.
+        kv_cache: [blocks, page, 1, Di + 4], uint8: each page has its keys, float8_e4m3fn, then their scales, fp32.
+        weights: weight per head [B * N, Hi], fp32, including the scale of q.
+        context_lens: keys that each query sees [B, N], or of each sequence [B], whose last query sees them all; int32.
+        block_table: the blocks of each sequence [B, pages], int32.
+        schedule_meta: has no effect.
+        max_context_len: columns of the result.
+        clean_logits: write -inf beyond the keys of a query. If False, the entries there are unspecified.
+        indices: not served.
+
+    Returns:
+        logits [B * N, max_context_len], fp32; the row stride is a multiple of 4 elements.
+
+    Raises:
+        NotImplementedError: an argument is not served.
+        RuntimeError: an argument is invalid; the message names it.
+    """
+    if indices is not None:
+        _not_served("indices of fp8_paged_mqa_logits, which queries share a sequence")
+    cache = kv_cache.squeeze(2)
+    result: Tensor = _indexer_logits_paged(q, cache, weights, context_lens, block_table, max_context_len, clean_logits)
+    return result
+
+
+def fp8_fp4_paged_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: Tensor | None = None,
+) -> Tensor:
+    """`fp8_paged_mqa_logits` of q = (values, None). bfloat16 as `logits_dtype` takes a further kernel."""
+    values = _fp8_alone("fp8_fp4_paged_mqa_logits", q)
+    tables = (context_lens, block_table, schedule_meta)
+    logits = fp8_paged_mqa_logits(values, kv_cache, weights, *tables, max_context_len, clean_logits, indices)
+    return logits if logits_dtype == torch.float32 else _of_dtype("fp8_fp4_paged_mqa_logits", logits, logits_dtype)

@@ -1,0 +1,115 @@
+"""dsa_ext.compat.deep_gemm without a GPU: results against the formula in float64, and what it does not serve."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsa_ext
+from dsa_ext.compat import deep_gemm
+from dsa_ext.testing.inputs import make_indexer_inputs
+from dsa_ext.testing.paged_inputs import make_paged_inputs
+
+FP8 = torch.float8_e4m3fn
+
+
+def prefill_inputs(rows: int = 9, keys: int = 50) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
+    inputs = make_indexer_inputs(rows, keys, 8, 64, dtype=FP8)
+    starts = torch.arange(rows, dtype=torch.int32) * 3
+    ends = (starts + 10).clamp(max=keys)
+    ends[2], starts[3] = 0, -4
+    assert inputs.k_scale is not None
+    return inputs.q, (inputs.k, inputs.k_scale), inputs.weights, starts, ends
+
+
+def expected_logits(q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    products = torch.einsum("shd,nd->shn", q.double(), kv[0].double()).relu()
+    logits = torch.einsum("shn,sh->sn", products, weights.double()) * kv[1].double()
+    place = torch.arange(logits.shape[1])
+    return logits.masked_fill((place < starts[:, None]) | (place >= ends[:, None]), -math.inf)
+
+
+def test_prefill() -> None:
+    args = prefill_inputs()
+    logits = deep_gemm.fp8_mqa_logits(*args)
+    torch.testing.assert_close(logits.double(), expected_logits(*args), rtol=1e-4, atol=1e-4)
+    assert logits.stride(1) == 1
+    assert torch.equal(logits, dsa_ext.indexer_logits(args[0], args[1][0], *args[2:], k_scale=args[1][1]))
+    assert torch.equal(deep_gemm.fp8_fp4_mqa_logits((args[0], None), *args[1:]), logits)
+
+
+def test_prefill_by_keyword() -> None:
+    q, kv, weights, starts, ends = prefill_inputs()
+    bounds = {"cu_seq_len_k_start": starts, "cu_seq_len_k_end": ends}
+    logits = deep_gemm.fp8_mqa_logits(q=q, kv=kv, weights=weights, **bounds, clean_logits=False, max_seqlen_k=0)
+    seen = expected_logits(q, kv, weights, starts, ends) > -math.inf
+    assert torch.equal(logits[seen], deep_gemm.fp8_mqa_logits(q, kv, weights, starts, ends)[seen])
+
+
+@pytest.mark.parametrize("columns", [1, 10, 70])
+def test_rows_from_their_first_key(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_gemm, "_LOGITS", 200)  # several parts
+    q, kv, weights, starts, ends = prefill_inputs()
+    whole = deep_gemm.fp8_mqa_logits(q, kv, weights, starts, ends)
+    rows = deep_gemm.fp8_mqa_logits(q, kv, weights, starts, ends, False, columns)
+    assert rows.shape == (len(q), columns)
+    for s, (first, end) in enumerate(zip(starts.clamp(min=0).tolist(), ends.tolist(), strict=True)):
+        seen = whole[s, first : max(first, min(end, first + columns))]
+        assert torch.equal(rows[s, : len(seen)], seen)
+    with pytest.raises(RuntimeError, match="clean_logits must be False with max_seqlen_k"):
+        deep_gemm.fp8_mqa_logits(q, kv, weights, starts, ends, True, columns)
+
+
+def test_rows_from_their_first_key_without_keys() -> None:
+    q, kv, weights, starts, ends = prefill_inputs()
+    empty = kv[0][:0], kv[1][:0]
+    assert deep_gemm.fp8_mqa_logits(q, empty, weights, starts, ends, False, 7).shape == (9, 7)
+
+
+def test_paged() -> None:
+    inputs = make_paged_inputs(batch=3, queries=2, keys=150)
+    inputs.context_lens[1] = 0
+    cache = inputs.k_cache.unsqueeze(2)
+    tables = (inputs.context_lens, inputs.block_table, None)
+    logits = deep_gemm.fp8_paged_mqa_logits(inputs.q, cache, inputs.weights, *tables, 192, clean_logits=True)
+    expected = dsa_ext.indexer_logits_paged(**vars(inputs), max_len=192)
+    assert torch.equal(logits, expected)
+    assert logits.shape == (6, 192)
+    each = (inputs.context_lens[:, None] + torch.tensor([-1, 0])).int()
+    tables = (each, inputs.block_table, None)
+    pair = (inputs.q, None)
+    again = deep_gemm.fp8_fp4_paged_mqa_logits(pair, cache, inputs.weights, *tables, 192, clean_logits=True)
+    assert torch.equal(again, expected)
+    shorter = deep_gemm.fp8_paged_mqa_logits(inputs.q, cache, inputs.weights, *tables, 100, clean_logits=True)
+    assert torch.equal(shorter, expected[:, :100])
+
+
+def test_bf16_logits() -> None:
+    args = prefill_inputs()
+    logits = deep_gemm.fp8_fp4_mqa_logits((args[0], None), *args[1:], logits_dtype=torch.bfloat16)
+    assert torch.equal(logits, deep_gemm.fp8_mqa_logits(*args).bfloat16())
+    with pytest.raises(RuntimeError, match=r"logits_dtype must be float32 or bfloat16, got torch\.float16"):
+        deep_gemm.fp8_fp4_mqa_logits((args[0], None), *args[1:], logits_dtype=torch.float16)
+
+
+def test_not_served() -> None:
+    args, inputs = prefill_inputs(), make_paged_inputs()
+    with pytest.raises(NotImplementedError, match="does not serve fp4 queries"):
+        deep_gemm.fp8_fp4_mqa_logits((args[0], torch.ones(1)), *args[1:])
+    cache, tables = inputs.k_cache.unsqueeze(2), (inputs.context_lens, inputs.block_table, None)
+    with pytest.raises(NotImplementedError, match="does not serve indices of fp8_paged_mqa_logits"):
+        deep_gemm.fp8_paged_mqa_logits(inputs.q, cache, inputs.weights, *tables, 64, indices=inputs.context_lens)
+    with pytest.raises(AttributeError, match=r"dsa_ext\.compat\.deep_gemm does not serve fp8_gemm_nt"):
+        _ = deep_gemm.fp8_gemm_nt
+    with pytest.raises(RuntimeError, match="head dimension must be 64 or 128, got 32"):
+        deep_gemm.fp8_mqa_logits(args[0][..., :32], (args[1][0][:, :32], args[1][1]), *args[2:])
+
+
+def test_metadata_and_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_gemm, "_num_sms", None)
+    deep_gemm.set_num_sms(66)
+    assert deep_gemm.get_num_sms() == 66
+    metadata = deep_gemm.get_paged_mqa_logits_metadata(torch.ones(3, 1, dtype=torch.int32), 64, deep_gemm.get_num_sms())
+    assert metadata.dtype == torch.int32
+    assert metadata.shape == (67, 2)
