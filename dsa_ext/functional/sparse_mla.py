@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
-from dsa_ext.ops._checks import check_are_tensors, describe, fail
+from dsa_ext.ops._checks import check_are_tensors, check_is_tensor, describe, fail
 from dsa_ext.ops._library import is_transformed
 
 _sparse_mla_fwd = torch.ops.dsa.sparse_mla_fwd.default
@@ -299,7 +299,7 @@ def pack_kv_fp8(kv: Tensor) -> Tensor:
     Raises:
         RuntimeError: kv violates one of these requirements. Also when there is no kernel for the GPU.
     """
-    check_are_tensors("pack_kv_fp8", (kv,))
+    check_is_tensor("pack_kv_fp8", "kv", kv)
     result: Tensor = torch.ops.dsa.pack_kv_fp8.default(kv)
     return result
 
@@ -357,12 +357,14 @@ def sparse_mla_decode(
         RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
             and what was passed. Also when the tensors are on a GPU that is not sm_90, or the kernels were not built.
     """
+    lengths = topk_length
     try:
-        if topk_length is not None and topk_length.dim() == 1:
-            topk_length = topk_length[:, None].expand(-1, q.shape[1])
-    except AttributeError:
-        pass  # the check of the operator says which argument is no tensor
-    args = (q, kv_cache, indices, sm_scale, d_v, topk_length, attn_sink, batch_invariant)
-    check_are_tensors("sparse_mla_decode", args)
-    result: tuple[Tensor, Tensor] = torch.ops.dsa.sparse_mla_decode.default(*args)
+        if lengths is not None and lengths.dim() == 1:
+            lengths = lengths[:, None].expand(-1, q.shape[1])
+        result: tuple[Tensor, Tensor] = torch.ops.dsa.sparse_mla_decode.default(
+            q, kv_cache, indices, sm_scale, d_v, lengths, attn_sink, batch_invariant
+        )
+    except (AttributeError, RuntimeError):
+        check_are_tensors("sparse_mla_decode", (q, kv_cache, indices, sm_scale, d_v, topk_length, attn_sink))
+        raise
     return result
