@@ -74,9 +74,14 @@ struct SharedStorage {
   uint64_t finished[2];
 };
 
-// Values derived from Params once, on the host.
+// Values derived from Params and Pages once, on the host.
+struct KernelPages {
+  int64_t page_bytes = 0, slot_bytes = 0;
+  cutlass::FastDivmod slots{1};  // of a page
+};
+
 struct KernelParams : Params {
-  KernelParams(const Params& params, const Maxima& maxima);
+  KernelParams(const Params& params, const Maxima& maxima, const KernelPages& pages = {});
 
   int64_t rows;                                                            // batch * seq_q * heads
   int items;                                                               // (query, split, group, block of heads)
@@ -84,9 +89,10 @@ struct KernelParams : Params {
   float scale_log2;  // |sm_scale| * log2(e); above zero so that masked scores stay -inf
   bool negate_q;     // sm_scale is negative
   Maxima maxima;
+  KernelPages pages;
 };
 
-inline KernelParams::KernelParams(const Params& params, const Maxima& maxima)
+inline KernelParams::KernelParams(const Params& params, const Maxima& maxima, const KernelPages& pages)
     : Params(params),
       rows(int64_t(batch) * seq_q * heads),
       head_blocks(ceil_div(heads / groups, kBlockHeads)),
@@ -95,7 +101,8 @@ inline KernelParams::KernelParams(const Params& params, const Maxima& maxima)
       query_count(seq_q),
       scale_log2(std::fmax(std::fabs(sm_scale) * kLog2E, std::numeric_limits<float>::denorm_min())),
       negate_q(sm_scale < 0),
-      maxima(maxima) {
+      maxima(maxima),
+      pages(pages) {
   items = batch * seq_q * groups * splits * head_blocks;
 }
 
