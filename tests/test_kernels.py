@@ -88,7 +88,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     return {
         # Without and with the largest scores.
         "sparse_mla_fwd/launch": Kernels(
-            "sparse_mla_fwd_kernel",
+            "sparse_mla_fwd_kernel.*12KernelParams",
             2 * len(fwd.configs),
             fwd.threads,
             (*listing, "STG.E.128"),
@@ -96,7 +96,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         ),
         # Keys in the pages of a cache.
         "sparse_mla_fwd/launch_paged": Kernels(
-            "sparse_mla_fwd_kernel", len(fwd.configs), fwd.threads, (*listing, "STG.E.128", "ACQBULK")
+            "sparse_mla_fwd_kernel.*11PagedParams", len(fwd.configs), fwd.threads, (*listing, "STG.E.128", "ACQBULK")
         ),
         # Columns x gate dtypes; forward and backward.
         "gated_fusion/launch": Kernels(

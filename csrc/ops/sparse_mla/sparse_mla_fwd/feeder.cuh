@@ -57,9 +57,10 @@ struct Feeder {
   __device__ __forceinline__ GatherRows find_rows() const {
     if constexpr (kC.is_paged) {
       const auto address_of = [&](int id) {
+        const auto& paged = static_cast<const PagedParams&>(p);
         int page, slot;
-        p.pages.slots(page, slot, id);
-        return g_rows + page * p.pages.page_bytes + slot * p.pages.slot_bytes;
+        paged.page_slots(page, slot, id);
+        return g_rows + page * paged.pages.page_bytes + slot * paged.pages.slot_bytes;
       };
       return GatherRows(address_of, ids, visible_ids);
     } else {

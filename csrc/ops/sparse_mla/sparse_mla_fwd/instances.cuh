@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernel.cuh"
 #include "sm90/launch.h"
@@ -9,7 +10,8 @@
 
 namespace dsa::sparse_mla_fwd {
 
-template <int kConfig, bool kMax, bool kPaged>
+// `KernelParams` may also be PagedParams.
+template <int kConfig, bool kMax, class KernelParams>
 const char* launch_config(const KernelParams& p, cudaStream_t stream) {
   const int group_heads = p.heads / p.groups;
   CUtensorMap q_map;
@@ -19,22 +21,22 @@ const char* launch_config(const KernelParams& p, cudaStream_t stream) {
   }
   constexpr int kBytes = sizeof(SharedStorage<kConfigs[kConfig]>);
   static_assert(kBytes <= kMaxSharedBytes);
-  const Grid grid(unsigned(std::min(p.items, p.num_sms)), 1, /*programmatic=*/kPaged);
-  return launch_kernel<sparse_mla_fwd_kernel<kConfig, kMax, kPaged>>(p.device, grid, kThreads, kBytes, stream, p,
-                                                                     q_map);
+  const Grid grid(unsigned(std::min(p.items, p.num_sms)), 1, std::is_same_v<KernelParams, PagedParams>);
+  return launch_kernel<sparse_mla_fwd_kernel<kConfig, kMax, KernelParams>>(p.device, grid, kThreads, kBytes, stream, p,
+                                                                           q_map);
 }
 
-template <bool kMax, bool kPaged>
+template <bool kMax, class KernelParams>
 const char* launch_main(const KernelParams& p, cudaStream_t stream) {
   const int group_heads = p.heads / p.groups;
   const bool tail = p.d_qk == 576;
   if (group_heads <= 16) {
-    return tail ? launch_config<4, kMax, kPaged>(p, stream) : launch_config<5, kMax, kPaged>(p, stream);
+    return tail ? launch_config<4, kMax>(p, stream) : launch_config<5, kMax>(p, stream);
   }
   if (group_heads <= 32) {
-    return tail ? launch_config<2, kMax, kPaged>(p, stream) : launch_config<3, kMax, kPaged>(p, stream);
+    return tail ? launch_config<2, kMax>(p, stream) : launch_config<3, kMax>(p, stream);
   }
-  return tail ? launch_config<0, kMax, kPaged>(p, stream) : launch_config<1, kMax, kPaged>(p, stream);
+  return tail ? launch_config<0, kMax>(p, stream) : launch_config<1, kMax>(p, stream);
 }
 
 }  // namespace dsa::sparse_mla_fwd

@@ -22,16 +22,19 @@
 
 #include <cutlass/cutlass.h>
 
+#include <type_traits>
+
 #include "narrow.cuh"
 #include "sm90/programmatic.cuh"
 #include "wide.cuh"
 
 namespace dsa::sparse_mla_fwd {
 
-// With kMax also writes max_logits, and maxima.empty_lse where lse is -inf. With kPaged, keys are in pages.
-template <int kConfig, bool kMax, bool kPaged>
+// With kMax also writes max_logits, and maxima.empty_lse where lse is -inf. With PagedParams, keys are in pages.
+template <int kConfig, bool kMax, class KernelParams>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_mla_fwd_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map) {
+  constexpr bool kPaged = std::is_same_v<KernelParams, PagedParams>;
   constexpr Config kC = kPaged ? with_pages(kConfigs[kConfig]) : kConfigs[kConfig];
   extern __shared__ __align__(1024) char shared_bytes_[];
   SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);

@@ -9,7 +9,7 @@ namespace {
 
 template <bool kMax>
 const char* launch_kernels(const KernelParams& p, cudaStream_t stream) {
-  const char* error = launch_main<kMax, false>(p, stream);
+  const char* error = launch_main<kMax>(p, stream);
   if (error == nullptr && p.splits > 1) {
     error = launch_kernel<combine_kernel<kMax>>(p.device, unsigned(p.rows), kCombineThreads, 0, stream, p);
   }

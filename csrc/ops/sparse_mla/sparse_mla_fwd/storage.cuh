@@ -74,14 +74,9 @@ struct SharedStorage {
   uint64_t finished[2];
 };
 
-// Values derived from Params and Pages once, on the host.
-struct KernelPages {
-  int64_t page_bytes = 0, slot_bytes = 0;
-  cutlass::FastDivmod slots{1};  // of a page
-};
-
+// Values derived from Params once, on the host.
 struct KernelParams : Params {
-  KernelParams(const Params& params, const Maxima& maxima, const KernelPages& pages = {});
+  KernelParams(const Params& params, const Maxima& maxima);
 
   int64_t rows;                                                            // batch * seq_q * heads
   int items;                                                               // (query, split, group, block of heads)
@@ -89,10 +84,9 @@ struct KernelParams : Params {
   float scale_log2;  // |sm_scale| * log2(e); above zero so that masked scores stay -inf
   bool negate_q;     // sm_scale is negative
   Maxima maxima;
-  KernelPages pages;
 };
 
-inline KernelParams::KernelParams(const Params& params, const Maxima& maxima, const KernelPages& pages)
+inline KernelParams::KernelParams(const Params& params, const Maxima& maxima)
     : Params(params),
       rows(int64_t(batch) * seq_q * heads),
       head_blocks(ceil_div(heads / groups, kBlockHeads)),
@@ -101,10 +95,18 @@ inline KernelParams::KernelParams(const Params& params, const Maxima& maxima, co
       query_count(seq_q),
       scale_log2(std::fmax(std::fabs(sm_scale) * kLog2E, std::numeric_limits<float>::denorm_min())),
       negate_q(sm_scale < 0),
-      maxima(maxima),
-      pages(pages) {
+      maxima(maxima) {
   items = batch * seq_q * groups * splits * head_blocks;
 }
+
+// What the instances for keys in pages take.
+struct PagedParams : KernelParams {
+  PagedParams(const Params& params, const Pages& pages, float empty_lse)
+      : KernelParams(params, {nullptr, nullptr, empty_lse}), pages(pages), page_slots(pages.page) {}
+
+  Pages pages;
+  cutlass::FastDivmod page_slots;
+};
 
 // One work item; the same for all threads.
 struct Item {
