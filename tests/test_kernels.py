@@ -31,11 +31,11 @@ class Kernels(NamedTuple):
 MLA = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
 SOURCES = [
     "sparse_mla_fwd/launch",
+    "sparse_mla_fwd/launch_paged",
     "sparse_mla_bwd/launch",
     "merged_lists/launch",
     "attn_dist/launch",
     "sparse_mla_decode/launch_packed",
-    "sparse_mla_decode/launch_bf16",
     "pack_kv_fp8/launch",
     "indexer_scores/launch",
     "indexer_logits/launch_fp8",
@@ -88,11 +88,15 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     return {
         # Without and with the largest scores.
         "sparse_mla_fwd/launch": Kernels(
-            "sparse_mla_fwd_kernel",
+            "sparse_mla_fwd_kernel.*12KernelParams",
             2 * len(fwd.configs),
             fwd.threads,
             (*listing, "STG.E.128"),
             ("combine_kernelILb0", "combine_kernelILb1"),
+        ),
+        # Keys in the pages of a cache.
+        "sparse_mla_fwd/launch_paged": Kernels(
+            "sparse_mla_fwd_kernel.*11PagedParams", len(fwd.configs), fwd.threads, (*listing, "STG.E.128", "ACQBULK")
         ),
         # Columns x gate dtypes; forward and backward.
         "gated_fusion/launch": Kernels(
@@ -114,7 +118,6 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "sparse_mla_decode/launch_packed": Kernels(
             "sparse_mla_decode_kernel.*Lb1", 2 * 3, 384, (*decoding, "F2FP.F16.E4M3.UNPACK_B", "HMUL2.BF16_V2")
         ),
-        "sparse_mla_decode/launch_bf16": Kernels("sparse_mla_decode_kernel.*Lb0", 2 * 3, 384, decoding),
         # One instance per number of columns.
         "pack_kv_fp8/launch": Kernels(
             "pack_kv_fp8_kernel", 2, 8 * 256, ("LDG.E.128", "F2FP.SATFINITE.E4M3", "SHFL", "ACQBULK")

@@ -8,6 +8,5 @@ namespace dsa::sparse_mla_decode {
 struct KernelParams;
 
 const char* launch_packed(const KernelParams& p, cudaStream_t stream);
-const char* launch_bf16(const KernelParams& p, cudaStream_t stream);
 
 }  // namespace dsa::sparse_mla_decode

@@ -130,7 +130,7 @@ __device__ __forceinline__ void finish_heads(SharedStorage<kC>& shared, const Ke
       float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < kWarpsPerWarpgroup; ++w) sum += shared.q.columns[w][head(c)];
-      shared.finish[slot][head(c)] = finish_row(p, item, head(c), column_max[c], sum);
+      shared.finish[slot][head(c)] = finish_row<kC>(p, item, head(c), column_max[c], sum);
       if constexpr (kMax) finish_max(p, item, head(c), column_max[c], sum, largest[c]);
     }
   }
