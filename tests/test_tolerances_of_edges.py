@@ -1,6 +1,7 @@
 """The tolerances where numbers are large, cancel, are equal or are not finite."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -185,6 +186,14 @@ def test_one_uncertain_score_makes_all_probabilities_of_its_row_uncertain(sign: 
     args, results = dense_loss_of(1.5 * sign)
     with pytest.raises(AssertionError, match="dq: largest error"):
         check("indexer_dense_loss", results, args)
+
+
+def test_denormal_masses_have_the_resolution_of_denormal_numbers() -> None:
+    mass = torch.tensor([[3e-43], [4e-44]])
+    for error, right in ((0.9, True), (3.0, False)):
+        loss = (mass.double() + error * 2.0**-149) * 1e10 * (mass.double() * 1e10).log()
+        with nullcontext() if right else pytest.raises(AssertionError, match="loss: largest error"):
+            check("indexer_loss", (loss[:, 0].float(), 0 * mass), {"scores": 0 * mass, "p": mass})
 
 
 @pytest.mark.parametrize("op", ["indexer_scores_bwd", "indexer_logits_bwd"])

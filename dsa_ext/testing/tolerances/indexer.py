@@ -14,6 +14,7 @@ from dsa_ext import reference
 from dsa_ext.reference.indexer import inside, listed_rows, runs
 from dsa_ext.testing.tolerances.attention import noise_of_lse, spread
 from dsa_ext.testing.tolerances.limits import (
+    DENORMAL,
     FP8_SIMILARITY,
     FP32_ELEMENTWISE,
     FP32_RESOLUTION,
@@ -293,6 +294,9 @@ def _loss(
     # score is uncertain, as fp32 sums of large terms that cancel are, so are the probabilities of all keys.
     off = 8 * FP32_RESOLUTION * (1 + largest.nan_to_num(0, 0, 0)) + score_noise + noise_of_lse(log_q, score_noise)
     off = off.expand_as(log_q)
+    # The masses may be multiplied by logarithms before they are divided by their sum. They are below the resolution of
+    # fp32 then, if they are denormal.
+    p_noise = p_noise + DENORMAL
     target_off = FP32_ELEMENTWISE * target + (p_noise + target * _sum(p_noise)) / total.clamp(min=1e-10) + TINY
     q_off = (spread(log_q, off).clamp(max=1) + FP32_ELEMENTWISE * log_q.exp()) * target.sum(-1, keepdim=True)
     q_off = q_off + log_q.exp() * 4 * FP32_RESOLUTION

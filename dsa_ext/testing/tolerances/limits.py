@@ -35,6 +35,8 @@ LSE_ABSOLUTE, LSE_RELATIVE, WIDE, LSE_UNITS, LSE_UNITS_OF_WIDEST = 1e-6, 3e-5, 4
 SUM_OF_PRODUCTS, SUM_OF_FP8_PRODUCTS = 8 * FP32_RESOLUTION, 2.0**-11
 #: fp32 numbers below the smallest normal one may be flushed to 0, in each of a few steps.
 TINY = 4 * torch.finfo(torch.float32).tiny
+#: The smallest number of fp32, and so the resolution of denormal numbers.
+DENORMAL = 2.0**-149
 #: Beyond this magnitude fp32 and bf16 may overflow in some order of operations: results of such terms are not checked.
 HUGE = 1e37
 SIMILARITY_NAME = "similarity error"
