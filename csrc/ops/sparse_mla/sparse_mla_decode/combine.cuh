@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   const float scale = empty ? 0.f : 1.f / denominator;
   auto* g_out = static_cast<Bf16*>(p.out) + row * kValueColumns;
   const auto store = [&](int place, float low, float high) {
-    *reinterpret_cast<uint32_t*>(g_out + column_of_place(place, p.is_packed)) = pack_bf16(low * scale, high * scale);
+    *reinterpret_cast<uint32_t*>(g_out + (p.is_packed ? place : column_of_place(place, false))) =
+        pack_bf16(low * scale, high * scale);
   };
   store(place, out.x, out.y);
   store(place + 2, out.z, out.w);

@@ -185,12 +185,11 @@ struct Feeder {
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const int k = key + r * kRoundKeys;
-      // All loads before the first store, which the compiler would not move them across.
+      // Loads before stores, which the compiler would not move them across.
       const float2 scales = load_shared_pair(s_stage + kScalesAt + k * kScaleBytes + kBack * kHalfGroups * 4);
-      uint4 raw[kHalfGroups], tail;
+      uint4 raw[kHalfGroups];
 #pragma unroll
       for (int g = 0; g < kHalfGroups; ++g) raw[g] = load_shared_words(s_mine + (r * kHalfGroups + g) * kPlaneBytes);
-      if constexpr (kTail) tail = load_shared_words(s_mine + (kRounds * kHalfGroups + r) * kPlaneBytes);
 #pragma unroll
       for (int g = 0; g < kHalfGroups; ++g) {
         const SplitScale scale(g == 0 ? scales.x : scales.y);
@@ -202,6 +201,7 @@ struct Feeder {
         }
       }
       if constexpr (kTail) {
+        const uint4 tail = load_shared_words(s_mine + (kRounds * kHalfGroups + r) * kPlaneBytes);
         store_shared(s_tile + kTailChunk * kChunkBytes + swizzled_offset(row + k, 2 * q + half), tail);
       }
     }

@@ -72,7 +72,9 @@ struct Item {
   __device__ __forceinline__ int64_t first_row(const KernelParams& p) const {
     return (static_cast<int64_t>(b) * p.tokens + n) * p.heads + first_head(p);
   }
-  __device__ __forceinline__ int heads_left(const KernelParams& p) const { return p.heads - first_head(p); }
+  __device__ __forceinline__ int heads_left(const KernelParams& p) const {
+    return min(p.heads - first_head(p), p.plan.block_heads);
+  }
 };
 
 }  // namespace dsa::sparse_mla_decode
