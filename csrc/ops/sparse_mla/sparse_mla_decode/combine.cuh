@@ -47,8 +47,10 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   const bool empty = sum == 0.f;
   const float scale = empty ? 0.f : 1.f / denominator;
   auto* g_out = static_cast<Bf16*>(p.out) + row * kValueColumns;
+  const bool is_permuted = !p.is_packed || p.plan.block_heads > 32;
   const auto store = [&](int place, float low, float high) {
-    *reinterpret_cast<uint32_t*>(g_out + column_of_place(place, p.is_packed)) = pack_bf16(low * scale, high * scale);
+    const int column = is_permuted ? column_of_place(place, p.is_packed) : place;
+    *reinterpret_cast<uint32_t*>(g_out + column) = pack_bf16(low * scale, high * scale);
   };
   store(place, out.x, out.y);
   store(place + 2, out.z, out.w);
