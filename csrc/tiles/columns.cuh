@@ -81,7 +81,7 @@ __device__ __forceinline__ void sum_columns(float (&of_warps)[kWarpsPerWarpgroup
 // elements apart. g_first: of the first chunk.
 template <int kHeads, class Accumulator>
 __device__ __forceinline__ void store_transposed_fp32(float* g_first, int stride, int heads_left,
-                                                           const Accumulator& r_o, int thread) {
+                                                      const Accumulator& r_o, int thread) {
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
 #pragma unroll
   for (int i = 0; i < r_o.size(); ++i) {
@@ -93,8 +93,8 @@ __device__ __forceinline__ void store_transposed_fp32(float* g_first, int stride
 
 // The same in bf16, of four chunks.
 template <int kHeads, class Accumulator>
-__device__ __forceinline__ void store_transposed_bf16(Bf16* g_first, int stride, int heads_left,
-                                                           const Accumulator& r_o, int thread) {
+__device__ __forceinline__ void store_transposed_bf16(Bf16* g_first, int stride, int heads_left, const Accumulator& r_o,
+                                                      int thread) {
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   // A transposed 8x8 matrix has heads as rows. Two matrices of a warp are 32 bytes of an output row; of each head,
   // two lanes of a quad store those of one chunk, the other two those of the chunk after the next.

@@ -23,8 +23,9 @@
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/memory.cuh"
-#include "sm90/register_rows.cuh"
 #include "sm90/programmatic.cuh"
+#include "sm90/register_rows.cuh"
+#include "sm90/registers.cuh"
 #include "tiles/accumulators.cuh"
 #include "tiles/columns.cuh"
 #include "tiles/online_softmax.cuh"
@@ -39,8 +40,8 @@ __device__ __forceinline__ void load_queries(NarrowStorage<kColumns, kHeads>& sh
   constexpr int kPieces = kChunkColumns / kPieceColumns, kChunkPieces = kHeads * kPieces;
   constexpr int kLoads = kColumns / kPieceColumns * kHeads / kWarpgroupThreads;
   static_assert(kChunkPieces % kWarpgroupThreads == 0);
-  const auto* g_q = static_cast<const Bf16*>(p.q) + item.b * p.q_stride_b + item.n * p.q_stride_n +
-                    item.first_head(p) * p.q_stride_h;
+  const auto* g_q =
+      static_cast<const Bf16*>(p.q) + item.b * p.q_stride_b + item.n * p.q_stride_n + item.first_head(p) * p.q_stride_h;
   const int heads_left = item.heads_left(p);
   const uint32_t flip = p.negate_q ? 0x80008000u : 0u, s_q = shared_address(shared.q);
   uint4 pieces[kLoads];
@@ -219,7 +220,8 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
 
 // O of an item, times the factors of its heads.
 template <bool kBack, int kHeads, class Output>
-__device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, const Output& r_o, int thread) {
+__device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, const Output& r_o) {
+  const int thread = thread_index() % kWarpgroupThreads;
   const int64_t first_row = item.first_row(p);
   const int heads_left = item.heads_left(p);
   constexpr int kFirst = kBack * kValueColumns / 2;
@@ -233,26 +235,25 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Item& 
 }
 
 template <int kColumns, int kHeads, bool kBack>
-__device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p,
-                                                  int thread) {
+__device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p) {
   using namespace cute;
   constexpr int kRows = kValueColumns / 2;  // of O^T, columns of O
   constexpr int kChunks = kRows / kChunkColumns, kGroups = kScaleGroups / 2;
-  constexpr int kEarlyChunks = kHeads == 16 ? kChunks : kChunks / 2;  // for more there are no registers
+  using Feeder = NarrowFeeder<kColumns, kHeads, kBack>;
+  // As many as there are registers for.
+  constexpr int kEarlyChunks = (kHeads == 16 ? kChunks : kChunks / 2) - (Feeder::kTailLoads > 0);
   constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier;
-  const int lane = thread % kWarpThreads;
 
   NarrowValueMma<kHeads> mma;
   Tensor r_o = partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeads>>{});  // (of a chunk, chunks, 1)
-  using Feeder = NarrowFeeder<kColumns, kHeads, kBack>;
-  Feeder feeder(shared, p, thread);
+  Feeder feeder(shared, p);
   Ring<kNarrowStages> at;
   Ring<2> finish_at;
   uint32_t probs_parity = 0;
   const auto scale_heads = [&](const auto& factor) {
 #pragma unroll
     for (int i = 0; i < kHeads / 2; ++i) {
-      const float f = factor(column_of_value(i, lane));
+      const float f = factor(column_of_value(i, thread_index() % kWarpThreads));
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) r_o(i, chunk, 0) *= f;
     }
@@ -263,13 +264,13 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     bool is_last = false;
     while (!is_last) {
-      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[at.slot] + kBack * kRows * kTileRows),
-                               ColumnsByRows<kRows>{});
-      Tensor r_v = mma.get_slice(thread).partition_fragment_A(s_v);
+      Tensor s_v =
+          make_tensor(make_smem_ptr(shared.tiles[at.slot] + kBack * kRows * kTileRows), ColumnsByRows<kRows>{});
+      Tensor r_v = mma.get_slice(0).partition_fragment_A(s_v);
       wait(&shared.probs_written, probs_parity);
       probs_parity ^= 1;
       is_last = read_for_warp(shared.is_last_tile);
-      if (__any_sync(~0u, shared.rescale[lane % kHeads] != kExponentOfOne)) {
+      if (__any_sync(~0u, shared.rescale[thread_index() % kHeads] != kExponentOfOne)) {
         scale_heads([&](int h) { return power_of_two(shared.rescale[h]); });
       }
       warpgroup_fence_operand(r_o);
@@ -280,15 +281,20 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           const int group = (kBack ? kGroups : 0) + chunk / (kChunks / kGroups);
           Tensor s_p = make_tensor(make_smem_ptr(shared.probs[group]), HeadsByColumns<kHeads, kTileRows>{});
-          Tensor r_p = mma.get_slice(thread).partition_fragment_B(s_p);
+          Tensor r_p = mma.get_slice(0).partition_fragment_B(s_p);
           gemm(mma, r_v(_, chunk, k), r_p(_, 0, k), r_o(_, chunk, 0));
         }
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-      // Meanwhile, the tile that will replace this one.
+      // Meanwhile, the tile that will replace this one. Without one the pieces are zero, so that they occupy no
+      // registers before.
       uint4 pieces[Feeder::kKeys][kChunks][2];
-      if (feeder.has_keys) feeder.template unpack_keys<0, kEarlyChunks>(pieces);
+      if (feeder.has_keys) {
+        feeder.template unpack_keys<0, kEarlyChunks>(pieces);
+      } else {
+        feeder.template clear<0, kEarlyChunks>(pieces);
+      }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       arrive(&shared.probs_read);
@@ -305,7 +311,7 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
     wait(&shared.finished[finish_at.slot], finish_at.parity);
     scale_heads([&](int h) { return shared.finish[finish_at.slot][h]; });
     finish_at.advance();
-    store_output<kBack, kHeads>(p, Item(p, index), r_o, thread);
+    store_output<kBack, kHeads>(p, Item(p, index), r_o);
   }
 }
 
@@ -331,9 +337,9 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_narrow_kernel(c
   wait_for_preceding_kernel();
 
   if (warpgroup == 0) {
-    accumulate_narrow<kColumns, kHeads, false>(shared, p, thread);
+    accumulate_narrow<kColumns, kHeads, false>(shared, p);
   } else if (warpgroup == 1) {
-    accumulate_narrow<kColumns, kHeads, true>(shared, p, thread);
+    accumulate_narrow<kColumns, kHeads, true>(shared, p);
   } else {
     score_narrow<kColumns, kHeads>(shared, p, thread);
   }

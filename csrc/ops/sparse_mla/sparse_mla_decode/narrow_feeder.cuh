@@ -10,6 +10,7 @@
 #include "sm90/matrix_copy.cuh"
 #include "sm90/memory.cuh"
 #include "sm90/register_rows.cuh"
+#include "sm90/registers.cuh"
 #include "unpack.cuh"
 
 namespace dsa::sparse_mla_decode {
@@ -25,7 +26,6 @@ struct NarrowFeeder {
 
   NarrowStorage<kColumns, kHeads>& shared;
   const KernelParams& p;
-  const int thread;
   // Ids of the tile after the one in registers.
   int next_item = blockIdx.x;
   int tiles_left = 0;  // of the item, after the tile of `ids`
@@ -39,14 +39,14 @@ struct NarrowFeeder {
   float2 scales[kKeys];
   uint4 packed[kKeys][kChunks], tail[kKeys][kTailLoads > 0 ? kTailLoads : 1];
 
-  __device__ __forceinline__ NarrowFeeder(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p, int thread)
-      : shared(shared), p(p), thread(thread) {}
+  __device__ __forceinline__ NarrowFeeder(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p)
+      : shared(shared), p(p) {}
 
   // The thread's first row of a tile, and its 16 bytes of 64.
-  __device__ __forceinline__ int row() const { return thread / kLanesPerKey; }
-  __device__ __forceinline__ int lane_of_key() const { return thread % kLanesPerKey; }
+  static __device__ __forceinline__ int row() { return thread_index() % kWarpgroupThreads / kLanesPerKey; }
+  static __device__ __forceinline__ int lane_of_key() { return thread_index() % kLanesPerKey; }
   // The i-th piece of the tail that this thread copies: rows with different parity differ, as for the other columns.
-  __device__ __forceinline__ int tail_piece(int i) const {
+  static __device__ __forceinline__ int tail_piece(int i) {
     return i / 2 * 8 + (i % 2 ^ row() % 2) * kLanesPerKey + lane_of_key();
   }
 
@@ -73,6 +73,7 @@ struct NarrowFeeder {
     has_keys = has_ids;
     if (!has_ids) return;
     visible = 0;
+    const char* g_keys[kKeys];
 #pragma unroll
     for (int r = 0; r < kKeys; ++r) {
       const bool is_key = static_cast<unsigned>(ids[r]) < static_cast<unsigned>(p.slots);
@@ -80,17 +81,21 @@ struct NarrowFeeder {
       int page, slot;
       p.page_slots(page, slot, is_key ? ids[r] : 0);
       const char* g_key = static_cast<const char*>(p.kv_cache) + page * p.page_bytes + slot * p.slot_bytes;
-      if (!is_key) g_key = reinterpret_cast<const char*>(g_zeros);
-      const char* g_scales = g_key + kPackedColumns + kBack * kGroups * 4;
-      scales[r] = __ldg(reinterpret_cast<const float2*>(g_scales));
-      const char* g_columns = g_key + lane_of_key() * 16;
+      g_keys[r] = is_key ? g_key : reinterpret_cast<const char*>(g_zeros);
+    }
+    hold(g_keys[0], g_keys[1]);
+    const int first = lane_of_key() * 16;
+#pragma unroll
+    for (int r = 0; r < kKeys; ++r) {
+      scales[r] = __ldg(reinterpret_cast<const float2*>(g_keys[r] + kPackedColumns + kBack * kGroups * 4));
+      const char* g_columns = g_keys[r] + first;
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         packed[r][chunk] = load_once(g_columns + (kBack * kChunks + chunk) * kLoadBytes);
       }
 #pragma unroll
       for (int i = 0; i < kTailLoads; ++i) {
-        tail[r][i] = load_once(g_key + kPackedColumns + kScaleBytes + tail_piece(i) * 16);
+        tail[r][i] = load_once(g_keys[r] + kPackedColumns + kScaleBytes + tail_piece(i) * 16);
       }
     }
     load_ids();
@@ -104,8 +109,19 @@ struct NarrowFeeder {
       const uint32_t powers[kGroups] = {SplitScale(scales[r].x).power, SplitScale(scales[r].y).power};
 #pragma unroll
       for (int chunk = kFirst; chunk < kEnd; ++chunk) {
-        unpack(pieces[r][chunk], packed[r][chunk], powers[chunk / kGroupChunks]);
+        const uint4& from = packed[r][chunk];
+        pieces[r][chunk][0] = unpack_piece(from.x, from.y, powers[chunk / kGroupChunks]);
+        pieces[r][chunk][1] = unpack_piece(from.z, from.w, powers[chunk / kGroupChunks]);
       }
+    }
+  }
+
+  template <int kFirst, int kEnd>
+  static __device__ __forceinline__ void clear(uint4 (&pieces)[kKeys][kChunks][2]) {
+#pragma unroll
+    for (int r = 0; r < kKeys; ++r) {
+#pragma unroll
+      for (int chunk = kFirst; chunk < kEnd; ++chunk) pieces[r][chunk][0] = pieces[r][chunk][1] = {};
     }
   }
 

@@ -13,8 +13,8 @@ template <int kColumns, int kHeads>
 struct NarrowStorage {
   alignas(1024) Bf16 tiles[kNarrowStages][kColumns * kTileRows];  // in chunks of 64 columns, like the others
   alignas(1024) Bf16 q[kColumns * kHeads];
-  alignas(1024) Bf16 probs[kScaleGroups][kHeads * kTileRows];     // P^T times the factors of a group of columns
-  float factors[kNarrowStages][kScaleGroups][kTileRows];          // of the scales of a tile's keys
+  alignas(1024) Bf16 probs[kScaleGroups][kHeads * kTileRows];  // P^T times the factors of a group of columns
+  float factors[kNarrowStages][kScaleGroups][kTileRows];       // of the scales of a tile's keys
   uint8_t visible[kNarrowStages][kTileRows];
   uint8_t rescale[kHeads];  // of O before the tile is added: exponent bits
   int is_last_tile;         // of its item; arrives with P

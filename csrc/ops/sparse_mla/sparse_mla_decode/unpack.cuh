@@ -32,18 +32,11 @@ struct SplitScale {
   }
 };
 
-// 16 packed columns as bf16: two pieces of eight. `power`: of their scale.
-__device__ __forceinline__ void unpack(uint4 (&pieces)[2], const uint4& packed, uint32_t power) {
-  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-  uint32_t pairs[8];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint2 two = e4m3_to_bf16(words[i]);
-    pairs[2 * i] = multiply_bf16(two.x, power);
-    pairs[2 * i + 1] = multiply_bf16(two.y, power);
-  }
-  pieces[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-  pieces[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+// Eight packed columns, whose scale has the power of two `power`, as 16 bytes of bf16.
+__device__ __forceinline__ uint4 unpack_piece(uint32_t a, uint32_t b, uint32_t power) {
+  const uint2 low = e4m3_to_bf16(a), high = e4m3_to_bf16(b);
+  return {multiply_bf16(low.x, power), multiply_bf16(low.y, power), multiply_bf16(high.x, power),
+          multiply_bf16(high.y, power)};
 }
 
 }  // namespace dsa::sparse_mla_decode
