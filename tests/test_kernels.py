@@ -35,6 +35,7 @@ SOURCES = [
     "merged_lists/launch",
     "attn_dist/launch",
     "sparse_mla_decode/launch_packed",
+    "sparse_mla_decode/launch_narrow",
     "sparse_mla_decode/launch_bf16",
     "pack_kv_fp8/launch",
     "indexer_scores/launch",
@@ -81,6 +82,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # heads x columns
     select_shapes = 2 * (2 + 2)  # dtypes x CTAs that hold their part of a row or that filter it
     selection = ("UBLKCP", "ATOMS", "REDUX")
+    unpacking = ("F2FP.F16.E4M3.UNPACK_B", "HMUL2.BF16_V2")
     decoding = ("HGMMA", "LDG.E.NA.128.CONSTANT", "UBLKPF.L2", "SYNCS", "STSM", "ACQBULK")
     listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
     bwd_others = ("combine_kernelILb0", "combine_kernelILb1", "sink_kernel", "list_slots_kernel")
@@ -111,8 +113,12 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             "merge_lists_kernelILi", 3, 256, ("ATOMS", "POPC"), ("find_unfit_keys_kernel", "list_items_kernel")
         ),
         # Columns x heads.
-        "sparse_mla_decode/launch_packed": Kernels(
-            "sparse_mla_decode_kernel.*Lb1", 2 * 3, 384, (*decoding, "F2FP.F16.E4M3.UNPACK_B", "HMUL2.BF16_V2")
+        "sparse_mla_decode/launch_packed": Kernels("sparse_mla_decode_kernel.*Lb1", 2, 384, (*decoding, *unpacking)),
+        "sparse_mla_decode/launch_narrow": Kernels(
+            "sparse_mla_decode_narrow_kernel",
+            2 * 2,
+            384,
+            ("HGMMA", "LDG.E.NA.128.CONSTANT", "STS.128", "STSM", "SYNCS", "ACQBULK", *unpacking),
         ),
         "sparse_mla_decode/launch_bf16": Kernels("sparse_mla_decode_kernel.*Lb0", 2 * 3, 384, decoding),
         # One instance per number of columns.

@@ -11,7 +11,6 @@
 // banks: bit 4 and bit 2 of the lane are the key, bit 3 is the chunk of 64 columns, and bits 1 and 0 the 16 columns.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "items.cuh"
@@ -21,6 +20,7 @@
 #include "sm90/register_rows.cuh"
 #include "sm90/registers.cuh"
 #include "sm90/warpgroup.cuh"
+#include "unpack.cuh"
 
 namespace dsa::sparse_mla_decode {
 
@@ -44,25 +44,6 @@ template <int kColumns, int kStages>
 struct RawKeys {
   alignas(16) char front[kStages][raw_stage_bytes(kColumns, false)];
   alignas(16) char back[kStages][raw_stage_bytes(kColumns, true)];
-};
-
-// A scale as a power of two and a factor from 1 to 2, or from -2 to -1. A scale that is infinite or NaN has a factor of
-// NaN: it makes all columns of its block NaN or infinite, and sums of those are NaN.
-struct SplitScale {
-  uint32_t power;  // as a pair of bf16
-  float factor;
-
-  __device__ __forceinline__ explicit SplitScale(float scale) {
-    constexpr uint32_t kExponent = 0x7f800000u, kOne = 0x3f800000u;
-    const uint32_t bits = __float_as_uint(scale), exponent = bits & kExponent;
-    // A denormal scale has a smaller factor.
-    power = exponent == kExponent ? kOne : exponent != 0 ? exponent : scale != 0.f ? 0x00800000u : 0;
-    factor = exponent == kExponent ? NAN
-             : exponent != 0       ? __uint_as_float((bits & ~kExponent) | kOne)
-             : scale != 0.f        ? scale * 0x1p126f
-                                   : 1.f;
-    power |= power >> 16;
-  }
 };
 
 // Where the tables hold the factor of a key's group of columns. With 32 keys to a tile these are columns of S: the
@@ -194,8 +175,8 @@ struct Feeder {
       for (int g = 0; g < kHalfGroups; ++g) {
         const SplitScale scale(g == 0 ? scales.x : scales.y);
         const uint32_t s_pieces = s_row + g * 2 * kChunkBytes + swizzled_offset(row + k, 2 * q);
-        unpack_piece(s_pieces, raw[g].x, raw[g].y, scale.power);
-        unpack_piece(s_pieces ^ kPieceBytes, raw[g].z, raw[g].w, scale.power);
+        store_shared(s_pieces, unpack_piece(raw[g].x, raw[g].y, scale.power));
+        store_shared(s_pieces ^ kPieceBytes, unpack_piece(raw[g].z, raw[g].w, scale.power));
         if (q + half == 0) {
           store_shared(s_factors + place_of_factor<kKeys>(row + k, kBack * kHalfGroups + g) * 4, scale.factor);
         }
@@ -210,13 +191,6 @@ struct Feeder {
   }
 
  private:
-  // Eight numbers of e4m3 to 16 bytes.
-  static __device__ __forceinline__ void unpack_piece(uint32_t s_piece, uint32_t a, uint32_t b, uint32_t power) {
-    const uint2 low = e4m3_to_bf16(a), high = e4m3_to_bf16(b);
-    store_shared(s_piece, uint4{multiply_bf16(low.x, power), multiply_bf16(low.y, power), multiply_bf16(high.x, power),
-                                multiply_bf16(high.y, power)});
-  }
-
   __device__ __forceinline__ void publish_visible(uint8_t* visible, int t) const {
     const unsigned oldest = stages >> (kRawStages - 1) * kStageBits;
     unsigned byte = 0;

@@ -14,6 +14,7 @@
 #include "sm90/register_rows.cuh"
 #include "sm90/warpgroup.cuh"
 #include "storage.cuh"
+#include "unpack.cuh"
 
 namespace dsa::sparse_mla_decode {
 
@@ -21,9 +22,6 @@ inline constexpr int kRowStep = 8;                               // between a th
 inline constexpr int kLoadBytes = 64;                            // of a key, by four lanes at once
 inline constexpr int kFragmentWords = 16;                        // of 64 columns of two keys
 inline constexpr int kTailBytes = kPackedColumns + kScaleBytes;  // of a packed key, before the tail
-
-// A row that is read in place of a key where there is none.
-static __device__ const uint4 g_zeros[2 * 576 / 16] = {};
 
 // A thread's two ids of each tile, of all items of the CTA one after another.
 struct IdStream {
@@ -86,25 +84,6 @@ struct KeyRows {
   __device__ __forceinline__ float4 scales(int r) const {
     const uint4 bits = load_once(g_rows[r] + kPackedColumns - warpgroup_thread() % 4 * 16);
     return {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
-  }
-};
-
-// A scale as a power of two and a factor from 1 to 2, or from -2 to -1. A scale that is infinite or NaN has a factor of
-// NaN: it makes all columns of its block NaN or infinite, and sums of those are NaN.
-struct SplitScale {
-  uint32_t power;  // as a pair of bf16
-  float factor;
-
-  __device__ __forceinline__ explicit SplitScale(float scale) {
-    constexpr uint32_t kExponent = 0x7f800000u, kOne = 0x3f800000u;
-    const uint32_t bits = __float_as_uint(scale), exponent = bits & kExponent;
-    // A denormal scale has a smaller factor.
-    power = exponent == kExponent ? kOne : exponent != 0 ? exponent : scale != 0.f ? 0x00800000u : 0;
-    factor = exponent == kExponent ? NAN
-             : exponent != 0       ? __uint_as_float((bits & ~kExponent) | kOne)
-             : scale != 0.f        ? scale * 0x1p126f
-                                   : 1.f;
-    power |= power >> 16;
   }
 };
 
