@@ -62,8 +62,8 @@ PYBIND11_MODULE(host_functions, m) {
   merged.def("runs_at_once", &dsa::merged_lists::runs_at_once);
 
   py::module_ decode = m.def_submodule("sparse_mla_decode");
-  decode.def("make_plan", [](int64_t tokens, int heads, int topk, int num_sms, bool batch_invariant) {
-    const auto plan = dsa::sparse_mla_decode::make_plan(tokens, heads, topk, num_sms, batch_invariant);
+  decode.def("make_plan", [](int64_t tokens, int heads, int topk, int num_sms, bool is_packed, bool batch_invariant) {
+    const auto plan = dsa::sparse_mla_decode::make_plan(tokens, heads, topk, num_sms, is_packed, batch_invariant);
     return py::make_tuple(plan.block_heads, plan.splits);
   });
   decode.attr("head_blocks") =

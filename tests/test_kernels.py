@@ -31,12 +31,12 @@ class Kernels(NamedTuple):
 MLA = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
 SOURCES = [
     "sparse_mla_fwd/launch",
+    "sparse_mla_fwd/launch_paged",
     "sparse_mla_bwd/launch",
     "merged_lists/launch",
     "attn_dist/launch",
-    "sparse_mla_decode/launch_packed",
+    "sparse_mla_decode/launch_wide",
     "sparse_mla_decode/launch_narrow",
-    "sparse_mla_decode/launch_bf16",
     "pack_kv_fp8/launch",
     "indexer_scores/launch",
     "indexer_logits/launch_fp8",
@@ -83,18 +83,21 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     select_shapes = 2 * (2 + 2)  # dtypes x CTAs that hold their part of a row or that filter it
     selection = ("UBLKCP", "ATOMS", "REDUX")
     unpacking = ("F2FP.F16.E4M3.UNPACK_B", "HMUL2.BF16_V2")
-    decoding = ("HGMMA", "LDG.E.NA.128.CONSTANT", "UBLKPF.L2", "SYNCS", "STSM", "ACQBULK")
     listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
     bwd_others = ("combine_kernelILb0", "combine_kernelILb1", "sink_kernel", "list_slots_kernel")
     gradients_others = ("merge_lists_kernel", "list_ranges_kernel", "list_slots_kernel")
     return {
         # Without and with the largest scores.
         "sparse_mla_fwd/launch": Kernels(
-            "sparse_mla_fwd_kernel",
+            "sparse_mla_fwd_kernel.*12KernelParams",
             2 * len(fwd.configs),
             fwd.threads,
             (*listing, "STG.E.128"),
             ("combine_kernelILb0", "combine_kernelILb1"),
+        ),
+        # Keys in the pages of a cache.
+        "sparse_mla_fwd/launch_paged": Kernels(
+            "sparse_mla_fwd_kernel.*11PagedParams", len(fwd.configs), fwd.threads, (*listing, "STG.E.128", "ACQBULK")
         ),
         # Columns x gate dtypes; forward and backward.
         "gated_fusion/launch": Kernels(
@@ -113,14 +116,15 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             "merge_lists_kernelILi", 3, 256, ("ATOMS", "POPC"), ("find_unfit_keys_kernel", "list_items_kernel")
         ),
         # Columns x heads.
-        "sparse_mla_decode/launch_packed": Kernels("sparse_mla_decode_kernel.*Lb1", 2, 384, (*decoding, *unpacking)),
+        "sparse_mla_decode/launch_wide": Kernels(
+            "sparse_mla_decode_wide_kernel", 2, 384, ("HGMMA", "LDGSTS", "STSM", "SYNCS", "ACQBULK", *unpacking), spilled=200
+        ),
         "sparse_mla_decode/launch_narrow": Kernels(
             "sparse_mla_decode_narrow_kernel",
             2 * 2,
             384,
             ("HGMMA", "LDG.E.NA.128.CONSTANT", "STS.128", "STSM", "SYNCS", "ACQBULK", *unpacking),
         ),
-        "sparse_mla_decode/launch_bf16": Kernels("sparse_mla_decode_kernel.*Lb0", 2 * 3, 384, decoding),
         # One instance per number of columns.
         "pack_kv_fp8/launch": Kernels(
             "pack_kv_fp8_kernel", 2, 8 * 256, ("LDG.E.128", "F2FP.SATFINITE.E4M3", "SHFL", "ACQBULK")

@@ -3,6 +3,7 @@
 import itertools
 from types import ModuleType
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,24 +117,26 @@ def test_plan_splits_fills_the_chip(host_functions: ModuleType) -> None:
     assert plan(1, 64, 132) == 1
 
 
-@given(tokens=st.integers(1, 10**6), heads=st.integers(1, 128), topk=st.integers(1, 2**20))
-def test_plans_of_decoding(host_functions: ModuleType, tokens: int, heads: int, topk: int) -> None:
+@given(tokens=st.integers(1, 10**6), heads=st.integers(1, 128), topk=st.integers(1, 2**20), is_packed=st.booleans())
+def test_plans_of_decoding(host_functions: ModuleType, tokens: int, heads: int, topk: int, is_packed: bool) -> None:
     decode = host_functions.sparse_mla_decode
-    block_heads, splits = decode.make_plan(tokens, heads, topk, 132, False)
+    block_heads, splits = decode.make_plan(tokens, heads, topk, 132, is_packed, False)
     assert block_heads in decode.head_blocks
     assert block_heads < 2 * heads or block_heads == 16
+    assert is_packed or block_heads == min(64, max(16, 1 << (heads - 1).bit_length())), "of sparse_mla_fwd"
     assert 1 <= splits <= min(decode.max_splits, -(-topk // 64)), "a part without keys"
-    invariant = decode.make_plan(tokens, heads, topk, 132, True)
-    assert invariant == decode.make_plan(1, heads, topk, 132, True)
+    invariant = decode.make_plan(tokens, heads, topk, 132, is_packed, True)
+    assert invariant == decode.make_plan(1, heads, topk, 132, is_packed, True)
     assert invariant[1] == 1
 
 
-def test_plans_of_decoding_fill_the_chip(host_functions: ModuleType) -> None:
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_plans_of_decoding_fill_the_chip(host_functions: ModuleType, is_packed: bool) -> None:
     plan = host_functions.sparse_mla_decode.make_plan
     for heads in (16, 64, 128):
-        block_heads, splits = plan(1, heads, 2048, 132, False)
+        block_heads, splits = plan(1, heads, 2048, 132, is_packed, False)
         assert heads // block_heads * splits > 30
-        assert plan(256, heads, 2048, 132, False) == (min(64, heads), 1)
+        assert plan(256, heads, 2048, 132, is_packed, False) == (min(64, heads), 1)
 
 
 @given(items=st.integers(0, 2**40), topk=st.integers(1, 2**20), num_sms=st.integers(1, 200))

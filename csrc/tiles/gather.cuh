@@ -28,19 +28,25 @@ struct GatherRows {
   const char* g_rows[kGatherRowsPerThread];
   unsigned visible = 0;  // bit i: the i-th row is a visible key; other rows are filled with zeros
 
-  // `g_first` points to this thread's 16-byte piece of row 0.
-  __device__ __forceinline__ GatherRows(const char* g_first, uint32_t row_bytes, const int (&ids)[kGatherRowsPerThread],
+  // `address_of` returns the address of this thread's 16-byte piece of the row of an id.
+  template <class AddressOf>
+  __device__ __forceinline__ GatherRows(const AddressOf& address_of, const int (&ids)[kGatherRowsPerThread],
                                         VisibleIds visible_ids) {
 #pragma unroll
     for (int i = 0; i < kGatherRowsPerThread; ++i) {
       const bool is_key = visible_ids.has(ids[i]);
       visible |= is_key << i;
-      g_rows[i] = g_first + static_cast<uint64_t>(is_key ? ids[i] : 0) * row_bytes;
+      g_rows[i] = address_of(is_key ? ids[i] : 0);
     }
     // All addresses before the first copy: with one address register, each row would wait until the copies of the row
     // before are issued.
     hold(g_rows[0], g_rows[1], g_rows[2], g_rows[3]);
   }
+
+  // Rows that are `row_bytes` apart; `g_first` points to this thread's piece of row 0.
+  __device__ __forceinline__ GatherRows(const char* g_first, uint32_t row_bytes, const int (&ids)[kGatherRowsPerThread],
+                                        VisibleIds visible_ids)
+      : GatherRows([=](int id) { return g_first + static_cast<uint64_t>(id) * row_bytes; }, ids, visible_ids) {}
 
   // Copies chunks [kBegin, kEnd) of 64 columns; `shared` is this thread's piece of its first row in chunk kOrigin.
   template <int kOrigin, int kBegin, int kEnd>

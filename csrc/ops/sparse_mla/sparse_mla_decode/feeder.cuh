@@ -6,7 +6,7 @@
 // except for the scales, which a warp shares. Numbers of e4m3 are multiplied by the power of two in their scale, which
 // is exact. The rest of each scale, a factor from 1 to 2, goes to a table: it multiplies sums over a group of columns.
 //
-// Of the 32 keys of a raw stage, warp w copies keys 8 w to 8 w + 7 in two rounds of four keys by eight lanes, 128 bytes
+// Of the 32 keys of a tile, warp w copies keys 8 w to 8 w + 7 in two rounds of four keys by eight lanes, 128 bytes
 // of a key at once. Lanes are in an order in which every eight write two neighboring rows of one chunk, and different
 // banks: bit 4 and bit 2 of the lane are the key, bit 3 is the chunk of 64 columns, and bits 1 and 0 the 16 columns.
 #pragma once
@@ -23,8 +23,6 @@
 #include "unpack.cuh"
 
 namespace dsa::sparse_mla_decode {
-
-using namespace dsa::sparse_mla;
 
 inline constexpr int kRawKeys = 32;                               // of a stage
 inline constexpr int kRounds = 2;                                 // keys of a thread
@@ -46,29 +44,25 @@ struct RawKeys {
   alignas(16) char back[kStages][raw_stage_bytes(kColumns, true)];
 };
 
-// Where the tables hold the factor of a key's group of columns. With 32 keys to a tile these are columns of S: the
-// eight of a lane are adjacent, in the order of its accumulators. With 64 keys they are rows: a key's four are
-// adjacent.
-template <int kTileKeys>
+// Where the table of a tile holds the factor of a key's group of columns: the eight keys of a lane are adjacent, in the
+// order of its accumulators of S.
 __device__ __forceinline__ constexpr int place_of_factor(int key, int group) {
-  return kTileKeys == kRawKeys ? group * kRawKeys + key / 2 % 4 * 8 + key / 8 * 2 + key % 2
-                               : key * kScaleGroups + group;
+  return group * kRawKeys + key / 2 % 4 * 8 + key / 8 * 2 + key % 2;
 }
 
-// One value warpgroup's share of filling the ring of tiles, kRawStages raw stages ahead: tiles of kKeys keys, in chunks
-// of 64 columns and kKeys rows. The raw stages pass through the tiles in order, kKeys / 32 of them for a tile, for all
-// items of the CTA one after another.
+// One value warpgroup's share of filling the ring of tiles, for all items of the CTA one after another: raw keys travel
+// kRawStages tiles ahead of those that are unpacked.
 //
-//   Feeder feeder(p, shared.raw);            // the first copies begin
-//   while (feeder.has_keys()) {              // the same for all threads of the warpgroup, as is what follows
-//     feeder.unpack(tile, row, ...);         // the oldest raw stage, to rows [row, row + 32) of a tile that is free
-//     signal that these rows are full, after fence_async_proxy
-//     feeder.load();                         // the next copies, to the same raw stage
+//   Feeder feeder(p, shared.raw);   // the first copies begin
+//   while (feeder.has_keys()) {     // the same for all threads of the warpgroup, as is what follows
+//     feeder.unpack(tile, ...);     // the oldest raw stage, to a tile that is free
+//     signal that it is full, after fence_async_proxy
+//     feeder.load();                // the next copies, to the same raw stage
 //   }
-template <int kColumns, int kKeys, int kRawStages, bool kBack>
+template <int kColumns, int kRawStages, bool kBack>
 struct Feeder {
   static constexpr bool kTail = kBack && kColumns > kPackedColumns;
-  static constexpr int kFirstChunk = kBack ? 4 : 0, kTailChunk = 8, kChunkBytes = kKeys * kSwizzleRowBytes;
+  static constexpr int kFirstChunk = kBack ? 4 : 0, kTailChunk = 8, kChunkBytes = kRawKeys * kSwizzleRowBytes;
   static constexpr int kStageBytes = raw_stage_bytes(kColumns, kBack);
   static constexpr int kPlaneBytes = kWarpgroupThreads * kPieceBytes;  // a piece of each thread
   static constexpr int kScalesAt = raw_pieces(kColumns, kBack) * kPlaneBytes;
@@ -105,7 +99,7 @@ struct Feeder {
       const Item item(p, index);
       index += gridDim.x;
       const int key = key_of(thread()), first_slot = item.first_tile * kTileKeys + key;
-      left = item.tiles_of<kKeys>() * (kKeys / kRawKeys);
+      left = item.tiles_of<kRawKeys>();
       slots_left = item.slot_end - first_slot;
       g_ids = item.indices(p) + first_slot;
     }
@@ -154,10 +148,9 @@ struct Feeder {
   // Whether there is a raw stage to unpack.
   __device__ __forceinline__ bool has_keys() const { return stages >> (kRawStages - 1) * kStageBits & kHasKeys; }
 
-  // Turns the oldest raw stage into rows [row, row + 32) of the tile at `s_tile`. The factors go to `s_factors`, which
-  // is that of the tile, see place_of_factor. The front half also writes which keys are visible, to `visible`: bit
-  // key % 8 of byte key / 8, for these 32 keys.
-  __device__ __forceinline__ void unpack(uint32_t s_tile, int row, uint32_t s_factors, uint8_t* visible) {
+  // Turns the oldest raw stage into the tile at `s_tile`, in chunks of 64 columns. The factors go to `s_factors`, see
+  // place_of_factor. The front half also writes which keys are visible, to `visible`: a bit for each.
+  __device__ __forceinline__ void unpack(uint32_t s_tile, uint32_t s_factors, uint8_t* visible) {
     wait_copies<kRawStages - 1>();
     __syncwarp();  // the scales are copied by other lanes
     const int t = thread(), key = key_of(t), q = t % 4, half = t / 8 % 2;
@@ -174,16 +167,16 @@ struct Feeder {
 #pragma unroll
       for (int g = 0; g < kHalfGroups; ++g) {
         const SplitScale scale(g == 0 ? scales.x : scales.y);
-        const uint32_t s_pieces = s_row + g * 2 * kChunkBytes + swizzled_offset(row + k, 2 * q);
+        const uint32_t s_pieces = s_row + g * 2 * kChunkBytes + swizzled_offset(k, 2 * q);
         store_shared(s_pieces, unpack_piece(raw[g].x, raw[g].y, scale.power));
         store_shared(s_pieces ^ kPieceBytes, unpack_piece(raw[g].z, raw[g].w, scale.power));
         if (q + half == 0) {
-          store_shared(s_factors + place_of_factor<kKeys>(row + k, kBack * kHalfGroups + g) * 4, scale.factor);
+          store_shared(s_factors + place_of_factor(k, kBack * kHalfGroups + g) * 4, scale.factor);
         }
       }
       if constexpr (kTail) {
         const uint4 tail = load_shared_words(s_mine + (kRounds * kHalfGroups + r) * kPlaneBytes);
-        store_shared(s_tile + kTailChunk * kChunkBytes + swizzled_offset(row + k, 2 * q + half), tail);
+        store_shared(s_tile + kTailChunk * kChunkBytes + swizzled_offset(k, 2 * q + half), tail);
       }
     }
     if constexpr (!kBack) publish_visible(visible, t);

@@ -7,12 +7,20 @@
 #include <cstdint>
 #include <limits>
 
+#include "ops/sparse_mla/packed_keys.h"
 #include "params.h"
 #include "sm90/math.cuh"
+#include "tiles/mma.cuh"
 
 namespace dsa::sparse_mla_decode {
 
 using namespace dsa::sm90;
+using namespace dsa::sparse_mla;
+using namespace dsa::tiles;
+
+inline constexpr int kValueColumns = 512;
+inline constexpr int kThreads = 384;  // two value warpgroups, one score warpgroup; each needs all 168 registers
+inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads
 
 // Values derived from Params once, on the host.
 struct KernelParams : Params {
@@ -72,9 +80,7 @@ struct Item {
   __device__ __forceinline__ int64_t first_row(const KernelParams& p) const {
     return (static_cast<int64_t>(b) * p.tokens + n) * p.heads + first_head(p);
   }
-  __device__ __forceinline__ int heads_left(const KernelParams& p) const {
-    return min(p.heads - first_head(p), p.plan.block_heads);
-  }
+  __device__ __forceinline__ int heads_left(const KernelParams& p) const { return p.heads - first_head(p); }
 };
 
 }  // namespace dsa::sparse_mla_decode

@@ -1,16 +1,44 @@
 // Launches the main kernel and, if keys are split, the kernel that combines the parts.
 #include "combine.cuh"
 #include "launches.h"
+#include "ops/sparse_mla/sparse_mla_fwd/params.h"
 #include "params.h"
 #include "sm90/launch.h"
 
 namespace dsa::sparse_mla_decode {
+namespace {
+
+// bf16 keys: the main kernel is that of sparse_mla_fwd, for which tokens are queries of a sequence.
+const char* launch_bf16(const Params& p, void* stream) {
+  sparse_mla_fwd::Params params{};
+  params.q = p.q;
+  params.kv = p.kv_cache;
+  params.indices = p.indices;
+  params.topk_length = p.topk_length;
+  params.attn_sink = p.attn_sink;
+  params.q_stride_b = p.q_stride_b, params.q_stride_s = p.q_stride_n, params.q_stride_h = p.q_stride_h;
+  params.indices_stride_b = p.indices_stride_b, params.indices_stride_s = p.indices_stride_n;
+  params.topk_length_stride_b = p.topk_length_stride_b, params.topk_length_stride_s = p.topk_length_stride_n;
+  params.attn_sink_stride = p.attn_sink_stride;
+  params.batch = p.batch, params.seq_q = p.tokens, params.seq_kv = p.slots;
+  params.heads = p.heads, params.groups = 1, params.topk = p.topk;
+  params.d_qk = p.d_qk, params.d_v = kValueColumns;
+  params.device = p.device, params.num_sms = p.num_sms;
+  params.sm_scale = p.sm_scale;
+  params.out = p.out, params.lse = p.lse;
+  params.partial_out = p.partial_out, params.partial_lse = p.partial_lse;
+  params.splits = p.plan.splits;
+  const sparse_mla_fwd::Pages pages{p.page_bytes, p.slot_bytes, p.page > 0 ? p.page : 1};
+  return sparse_mla_fwd::launch_paged(params, pages, p.plan.splits > 1 ? -INFINITY : p.empty_lse, stream);
+}
+
+}  // namespace
 
 const char* launch(const Params& params, void* stream) {
   const KernelParams p(params);
   const auto s = static_cast<cudaStream_t>(stream);
-  const bool is_narrow = p.is_packed && p.plan.block_heads <= 32;
-  const char* error = is_narrow ? launch_narrow(p, s) : p.is_packed ? launch_packed(p, s) : launch_bf16(p, s);
+  const bool is_narrow = p.plan.block_heads <= 32;
+  const char* error = !p.is_packed ? launch_bf16(p, stream) : is_narrow ? launch_narrow(p, s) : launch_wide(p, s);
   if (error == nullptr && p.plan.splits > 1) {
     const Grid grid(unsigned(p.rows), 1, /*programmatic=*/true);
     error = launch_kernel<combine_kernel>(p.device, grid, kCombineThreads, 0, s, p);

@@ -1,13 +1,17 @@
 // Shared memory of the kernel of few heads.
 #pragma once
 
-#include "ops/sparse_mla/packed_keys.h"
-#include "storage.cuh"
+#include "items.cuh"
+#include "sm90/mbarrier.cuh"
+#include "sm90/warpgroup.cuh"
 
 namespace dsa::sparse_mla_decode {
 
 inline constexpr int kNarrowStages = 2;  // of tiles
 inline constexpr int kStepColumns = 16;  // K of one wgmma
+inline constexpr int kChunkBytes = kChunkElements * sizeof(Bf16);
+inline constexpr int kValueChunks = kValueColumns / kChunkColumns;
+static_assert(kTileRows == kTileKeys);
 
 template <int kColumns, int kHeads>
 struct NarrowStorage {

@@ -57,11 +57,15 @@ std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor i
   if (batch * tokens * heads == 0) return {out, lse};
 
   const int topk = static_cast<int>(indices.size(2));
-  const Plan plan = make_plan(batch * tokens, static_cast<int>(heads), topk, call.num_sms, batch_invariant);
-  std::optional<Tensor> partial_out, partial_lse;
+  const bool is_packed = kv_cache.scalar_type() == ScalarType::Byte;
+  const Plan plan = make_plan(batch * tokens, static_cast<int>(heads), topk, call.num_sms, is_packed, batch_invariant);
+  std::optional<Tensor> parts;  // all of out, then all of lse: one allocation costs the host less than two
+  float *partial_out = nullptr, *partial_lse = nullptr;
   if (plan.splits > 1) {
-    partial_out = empty({plan.splits, batch, tokens, heads, d_v}, ScalarType::Float, call.index);
-    partial_lse = empty({plan.splits, batch, tokens, heads}, ScalarType::Float, call.index);
+    const int64_t rows = plan.splits * batch * tokens * heads;
+    parts = empty({rows * (d_v + 1)}, ScalarType::Float, call.index);
+    partial_out = static_cast<float*>(parts->data_ptr());
+    partial_lse = partial_out + rows * d_v;
   }
   const int64_t element = static_cast<int64_t>(kv_cache.element_size());
   const Params params{
@@ -87,7 +91,7 @@ std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor i
       .d_qk = static_cast<int>(d_qk),
       .page = static_cast<int>(kv_cache.size(1)),
       .slots = static_cast<int>(std::min<int64_t>(kv_cache.size(0) * kv_cache.size(1), INT32_MAX)),
-      .is_packed = kv_cache.scalar_type() == ScalarType::Byte,
+      .is_packed = is_packed,
       .device = call.index,
       .num_sms = call.num_sms,
       .sm_scale = static_cast<float>(sm_scale ? *sm_scale : 1.0 / std::sqrt(static_cast<double>(d_qk))),
@@ -95,8 +99,8 @@ std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor i
       .plan = plan,
       .out = out.data_ptr(),
       .lse = static_cast<float*>(lse.data_ptr()),
-      .partial_out = partial_out ? static_cast<float*>(partial_out->data_ptr()) : nullptr,
-      .partial_lse = partial_lse ? static_cast<float*>(partial_lse->data_ptr()) : nullptr,
+      .partial_out = partial_out,
+      .partial_lse = partial_lse,
   };
   call.check(launch(params, call.stream()));
   return {out, lse};

@@ -10,9 +10,6 @@ namespace dsa::sparse_mla_decode {
 
 using namespace dsa::sm90;
 
-// A row that is read in place of a key where there is none.
-static __device__ const uint4 g_zeros[2 * 576 / 16] = {};
-
 // A scale as a power of two and a factor from 1 to 2, or from -2 to -1. A scale that is infinite or NaN has a factor of
 // NaN: it makes all columns of its block NaN or infinite, and sums of those are NaN.
 struct SplitScale {

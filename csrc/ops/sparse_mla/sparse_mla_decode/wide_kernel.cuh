@@ -30,7 +30,7 @@
 namespace dsa::sparse_mla_decode {
 
 template <int kColumns>
-__global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_wide_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_bytes_[];
   WideStorage<kColumns>& shared = *reinterpret_cast<WideStorage<kColumns>*>(shared_bytes_);
   const int warpgroup = cutlass::canonical_warp_group_idx();

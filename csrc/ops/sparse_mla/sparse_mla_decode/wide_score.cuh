@@ -76,7 +76,7 @@ struct LaneFactors {
 
   // `s_factors`: of the tile.
   __device__ __forceinline__ LaneFactors(uint32_t s_factors, int group, int lane) {
-    const uint32_t from = s_factors + place_of_factor<kWideKeys>(lane % 4 * 2, group) * 4;
+    const uint32_t from = s_factors + place_of_factor(lane % 4 * 2, group) * 4;
     const float4 a = load_shared(from), b = load_shared(from + 16);
     of[0] = a.x, of[1] = a.y, of[2] = a.z, of[3] = a.w, of[4] = b.x, of[5] = b.y, of[6] = b.z, of[7] = b.w;
   }

@@ -6,19 +6,13 @@
 #include "feeder.cuh"
 #include "items.cuh"
 #include "sm90/mbarrier.cuh"
-#include "tiles/mma.cuh"
 
 namespace dsa::sparse_mla_decode {
 
-using namespace dsa::tiles;
-
-inline constexpr int kWideThreads = 384;  // two value warpgroups, one score warpgroup; each needs 168 registers
-
-inline constexpr int kWideHeads = 64, kWideKeys = kRawKeys;                   // of a tile
-inline constexpr int kTiles = 3, kRawStages = 2, kProbsStages = 2;            // stages
-inline constexpr int kHalfColumns = kPackedColumns / 2;                       // of a value warpgroup
-inline constexpr int kSharedQChunk = 5;                                       // the first that registers do not hold
-inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads
+inline constexpr int kWideHeads = 64, kWideKeys = kRawKeys;         // of a tile
+inline constexpr int kTiles = 3, kRawStages = 2, kProbsStages = 2;  // stages
+inline constexpr int kHalfColumns = kPackedColumns / 2;             // of a value warpgroup
+inline constexpr int kSharedQChunk = 5;                             // the first that registers do not hold
 
 template <int kColumns>
 struct WideStorage {

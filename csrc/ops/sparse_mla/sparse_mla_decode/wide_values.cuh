@@ -39,10 +39,10 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns>& shared, c
   WideValueMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
   Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kHalfColumns>>{});
-  Feeder<kColumns, kWideKeys, kRawStages, kBack> feeder(p, shared.raw);
+  Feeder<kColumns, kRawStages, kBack> feeder(p, shared.raw);
   const auto refill = [&](int slot) {
     if (!feeder.has_keys()) return;
-    feeder.unpack(shared_address(shared.tiles[slot]), 0, shared_address(shared.factors[slot]), shared.visible[slot]);
+    feeder.unpack(shared_address(shared.tiles[slot]), shared_address(shared.factors[slot]), shared.visible[slot]);
     fence_async_proxy();
     arrive(&shared.full[slot]);
     feeder.load();

@@ -10,6 +10,7 @@ struct Config {
   int heads;                             // per CTA
   int front_stages, back_stages;         // stages of the two halves of a tile
   int value_registers, score_registers;  // per thread, by role
+  bool is_paged = false;                 // keys are in the pages of a cache
 };
 
 inline constexpr Config kConfigs[] = {
@@ -36,6 +37,11 @@ constexpr bool is_narrow(const Config& c) { return c.heads < kBlockHeads; }
 // How a full stage is signaled. On landing: the copies themselves arrive on the barrier, and readers fence before wgmma
 // reads. Otherwise the copying threads wait, fence and arrive, one tile later but off the readers' critical path.
 constexpr bool signals_on_landing(const Config& c) { return is_narrow(c); }
+
+constexpr Config with_pages(Config c) {
+  c.is_paged = true;
+  return c;
+}
 
 constexpr bool all_fit() {
   for (const Config& c : kConfigs) {

@@ -53,6 +53,21 @@ struct Feeder {
     slots_left -= kBlockK;
   }
 
+  // The next tile's rows of keys.
+  __device__ __forceinline__ GatherRows find_rows() const {
+    if constexpr (kC.is_paged) {
+      const auto address_of = [&](int id) {
+        const auto& paged = static_cast<const PagedParams&>(p);
+        int page, slot;
+        paged.page_slots(page, slot, id);
+        return g_rows + page * paged.pages.page_bytes + slot * paged.pages.slot_bytes;
+      };
+      return GatherRows(address_of, ids, visible_ids);
+    } else {
+      return GatherRows(g_rows, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, visible_ids);
+    }
+  }
+
   // Starts to fill slot `at`, which this warpgroup has read in the ring's round with phase `parity`; chunk 8 is free
   // only after both value warpgroups have read it.
   __device__ __forceinline__ void feed(int at, uint32_t parity) {
@@ -60,7 +75,7 @@ struct Feeder {
     if (tiles_left > 0) {
       const uint32_t s_piece =
           shared_address(shared.tiles.chunk(at, kBegin)) + swizzled_offset(gather_row(thread), gather_piece(thread));
-      const GatherRows rows(g_rows, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, visible_ids);
+      const GatherRows rows = find_rows();
       rows.template copy<kBegin, kBegin, kBegin + kFrontChunks>(s_piece);
       if constexpr (kBack) {
         wait(&shared.probs_read[at], parity);

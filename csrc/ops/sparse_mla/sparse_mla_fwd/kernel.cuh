@@ -22,16 +22,20 @@
 
 #include <cutlass/cutlass.h>
 
+#include <type_traits>
+
 #include "narrow.cuh"
+#include "sm90/programmatic.cuh"
 #include "wide.cuh"
 
 namespace dsa::sparse_mla_fwd {
 
-// With kMax also writes max_logits, and maxima.empty_lse where lse is -inf.
-template <int kConfig, bool kMax>
+// With kMax also writes max_logits, and maxima.empty_lse where lse is -inf. With PagedParams, keys are in pages.
+template <int kConfig, bool kMax, class KernelParams>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_mla_fwd_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map) {
-  constexpr Config kC = kConfigs[kConfig];
+  constexpr bool kPaged = std::is_same_v<KernelParams, PagedParams>;
+  constexpr Config kC = kPaged ? with_pages(kConfigs[kConfig]) : kConfigs[kConfig];
   extern __shared__ __align__(1024) char shared_bytes_[];
   SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);
   const int thread = threadIdx.x % kWarpgroupThreads;
@@ -51,6 +55,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
+  if constexpr (kPaged) {
+    launch_dependents();
+    wait_for_preceding_kernel();
+  }
 
   if (warpgroup == 0) {
     shrink_registers<kC.value_registers>();

@@ -78,7 +78,7 @@ __device__ __forceinline__ void finish_heads(SharedStorage<kC>& shared, const Ke
     const Item item(p, index);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      shared.finish[slot][head(c)] = finish_row(p, item, head(c), column_max[c], column_sum[c]);
+      shared.finish[slot][head(c)] = finish_row<kC>(p, item, head(c), column_max[c], column_sum[c]);
       if constexpr (kMax) finish_max(p, item, head(c), column_max[c], column_sum[c], largest[c]);
     }
   }

@@ -13,6 +13,7 @@ namespace dsa::sparse_mla_fwd {
 
 // Writes lse and returns the factor that turns O into the output, from a head's maximum (times scale), which may lag
 // behind, and its sum.
+template <Config kC>
 __device__ __forceinline__ float finish_row(const KernelParams& p, const Item& item, int head, float row_max,
                                             float row_sum) {
   const bool exists = head < item.heads_left(p);
@@ -24,7 +25,8 @@ __device__ __forceinline__ float finish_row(const KernelParams& p, const Item& i
   }
   if (exists) {
     float* g_lse = p.splits == 1 ? p.lse : p.partial_lse + item.split * p.rows;
-    g_lse[item.first_row(p) + head] = empty ? -INFINITY : kLn2 * log_of_sum(row_max, log2f(row_sum));
+    const float empty_lse = kC.is_paged ? p.maxima.empty_lse : -INFINITY;
+    g_lse[item.first_row(p) + head] = empty ? empty_lse : kLn2 * log_of_sum(row_max, log2f(row_sum));
   }
   return empty ? 0.f : 1.f / denominator;
 }

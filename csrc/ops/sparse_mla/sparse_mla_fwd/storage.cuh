@@ -99,6 +99,15 @@ inline KernelParams::KernelParams(const Params& params, const Maxima& maxima)
   items = batch * seq_q * groups * splits * head_blocks;
 }
 
+// What the instances for keys in pages take.
+struct PagedParams : KernelParams {
+  PagedParams(const Params& params, const Pages& pages, float empty_lse)
+      : KernelParams(params, {nullptr, nullptr, empty_lse}), pages(pages), page_slots(pages.page) {}
+
+  Pages pages;
+  cutlass::FastDivmod page_slots;
+};
+
 // One work item; the same for all threads.
 struct Item {
   int head_block, group, s, b, split;

@@ -241,7 +241,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
       }
       if (lane % 4 == 0) {
         shared.finish[finish_at.slot][row + 8 * r] =
-            finish_row(p, item, row + 8 * r, softmax.row_max[r], softmax.row_sum[r]);
+            finish_row<kC>(p, item, row + 8 * r, softmax.row_max[r], softmax.row_sum[r]);
         if constexpr (kMax) {
           finish_max(p, item, row + 8 * r, softmax.row_max[r], softmax.row_sum[r], softmax.row_top[r]);
         }
