@@ -117,7 +117,11 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         ),
         # Columns x heads.
         "sparse_mla_decode/launch_wide": Kernels(
-            "sparse_mla_decode_wide_kernel", 2, 384, ("HGMMA", "LDGSTS", "STSM", "SYNCS", "ACQBULK", *unpacking), spilled=200
+            "sparse_mla_decode_wide_kernel",
+            2,
+            384,
+            ("HGMMA", "LDGSTS", "STSM", "SYNCS", "ACQBULK", *unpacking),
+            spilled=200,
         ),
         "sparse_mla_decode/launch_narrow": Kernels(
             "sparse_mla_decode_narrow_kernel",
