@@ -154,9 +154,10 @@ struct Feeder {
     wait_copies<kRawStages - 1>();
     __syncwarp();  // the scales are copied by other lanes
     const int t = thread(), key = key_of(t), q = t % 4, half = t / 8 % 2;
+    if constexpr (!kBack) publish_visible(visible, t);
     const uint32_t s_stage = s_raw + stage * kStageBytes, s_mine = s_stage + t * kPieceBytes;
     const uint32_t s_row = s_tile + (kFirstChunk + half) * kChunkBytes;
-#pragma unroll
+#pragma unroll 1  // unrolled, it needs more registers than there are beside O
     for (int r = 0; r < kRounds; ++r) {
       const int k = key + r * kRoundKeys;
       // Loads before stores, which the compiler would not move them across.
@@ -179,7 +180,6 @@ struct Feeder {
         store_shared(s_tile + kTailChunk * kChunkBytes + swizzled_offset(k, 2 * q + half), tail);
       }
     }
-    if constexpr (!kBack) publish_visible(visible, t);
     __syncwarp();  // all lanes have read the scales
   }
 
