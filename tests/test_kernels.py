@@ -35,7 +35,8 @@ SOURCES = [
     "sparse_mla_bwd/launch",
     "merged_lists/launch",
     "attn_dist/launch",
-    "sparse_mla_decode/launch_packed",
+    "sparse_mla_decode/launch_wide",
+    "sparse_mla_decode/launch_narrow",
     "pack_kv_fp8/launch",
     "indexer_scores/launch",
     "indexer_logits/launch_fp8",
@@ -81,7 +82,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # heads x columns
     select_shapes = 2 * (2 + 2)  # dtypes x CTAs that hold their part of a row or that filter it
     selection = ("UBLKCP", "ATOMS", "REDUX")
-    decoding = ("HGMMA", "LDG.E.NA.128.CONSTANT", "UBLKPF.L2", "SYNCS", "STSM", "ACQBULK")
+    unpacking = ("F2FP.F16.E4M3.UNPACK_B", "HMUL2.BF16_V2")
     listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
     bwd_others = ("combine_kernelILb0", "combine_kernelILb1", "sink_kernel", "list_slots_kernel")
     gradients_others = ("merge_lists_kernel", "list_ranges_kernel", "list_slots_kernel")
@@ -115,8 +116,18 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             "merge_lists_kernelILi", 3, 256, ("ATOMS", "POPC"), ("find_unfit_keys_kernel", "list_items_kernel")
         ),
         # Columns x heads.
-        "sparse_mla_decode/launch_packed": Kernels(
-            "sparse_mla_decode_kernel.*Lb1", 2 * 3, 384, (*decoding, "F2FP.F16.E4M3.UNPACK_B", "HMUL2.BF16_V2")
+        "sparse_mla_decode/launch_wide": Kernels(
+            "sparse_mla_decode_wide_kernel",
+            2,
+            384,
+            ("HGMMA", "LDGSTS", "STSM", "SYNCS", "ACQBULK", *unpacking),
+            spilled=170,
+        ),
+        "sparse_mla_decode/launch_narrow": Kernels(
+            "sparse_mla_decode_narrow_kernel",
+            2 * 2,
+            384,
+            ("HGMMA", "LDG.E.NA.128.CONSTANT", "STS.128", "STSM", "SYNCS", "ACQBULK", *unpacking),
         ),
         # One instance per number of columns.
         "pack_kv_fp8/launch": Kernels(

@@ -65,11 +65,25 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 value) {
                : "memory");
 }
 
-// ld.shared of 16 bytes, wherever it stands in the code: the compiler neither moves it nor keeps its result for later
+// ld.shared, wherever it stands in the code: the compiler neither moves it nor keeps its result for later
 __device__ __forceinline__ float4 load_shared(uint32_t address) {
   float4 r;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w)
+               : "r"(address)
+               : "memory");
+  return r;
+}
+
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 r;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address) : "memory");
+  return r;
+}
+__device__ __forceinline__ uint4 load_shared_words(uint32_t address) {
+  uint4 r;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                : "r"(address)
                : "memory");
   return r;

@@ -41,7 +41,11 @@ __device__ __forceinline__ void use(uint32_t value) {
       "}\n" ::"r"(value));
 }
 
-// Four addresses, all computed here and kept in registers of their own.
+// Addresses, all computed here and kept in registers of their own.
+template <class T>
+__device__ __forceinline__ void hold(T*& a, T*& b) {
+  asm volatile("" : "+l"(a), "+l"(b));
+}
 template <class T>
 __device__ __forceinline__ void hold(T*& a, T*& b, T*& c, T*& d) {
   asm volatile("" : "+l"(a), "+l"(b), "+l"(c), "+l"(d));

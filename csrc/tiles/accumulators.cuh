@@ -54,6 +54,19 @@ __device__ __forceinline__ void store_accumulators(uint32_t chunk, const Accumul
   store_accumulators<kColumns>(chunk, r, thread / 32 * 16 + thread % 16, thread / 16 % 2);
 }
 
+// Stores the lane's row lane / 4 + 8 r of an accumulator, rounded to bf16, to a row in global memory if it exists.
+// Called by whole warps.
+template <int kColumns, class Accumulator>
+__device__ __forceinline__ void store_row(Piece* g_row, bool exists, const Accumulator& r_o, int r, int lane) {
+#pragma unroll
+  for (int i = 2 * r; i < kColumns / 2; i += 16) {
+    Piece piece = {pack_bf16(r_o(i), r_o(i + 1)), pack_bf16(r_o(i + 4), r_o(i + 5)), pack_bf16(r_o(i + 8), r_o(i + 9)),
+                   pack_bf16(r_o(i + 12), r_o(i + 13))};
+    transpose_in_quads(piece, lane);
+    if (exists) g_row[i / 16 * 4 + lane % 4] = piece;
+  }
+}
+
 // Stores the same fragment unrounded to global memory, in rows that are `stride` elements apart.
 template <class Accumulator>
 __device__ __forceinline__ void store_accumulators_to_global(float* g_first, int stride, const Accumulator& r,

@@ -1,23 +1,23 @@
 // Split-KV: combines the parts of tokens whose keys were split over CTAs: out = sum_i exp(lse_i - lse) out_i.
 #pragma once
 
+#include "items.cuh"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/programmatic.cuh"
 #include "sm90/warpgroup.cuh"
-#include "storage.cuh"
 #include "tiles/softmax.cuh"
 
 namespace dsa::sparse_mla_decode {
 
-inline constexpr int kCombineThreads = 128;  // one (token, head) row per CTA; four places of columns per thread
+inline constexpr int kCombineThreads = 128;  // one (token, head) row per CTA; four columns per thread
 static_assert(kMaxSplits <= sm90::kWarpThreads, "a lane of each warp weights a part");
 
 // Programmatic dependent launch (PDL): the CTAs wait for the parts.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ KernelParams p) {
   const int64_t row = blockIdx.x;
-  const int place = threadIdx.x * 4, lane = threadIdx.x % sm90::kWarpThreads, splits = p.plan.splits;
-  const float* g_parts = p.partial_out + row * kValueColumns + place;
+  const int column = threadIdx.x * 4, lane = threadIdx.x % sm90::kWarpThreads, splits = p.plan.splits;
+  const float* g_parts = p.partial_out + row * kValueColumns + column;
   const int64_t part = p.rows * kValueColumns;
   sm90::wait_for_preceding_kernel();
 
@@ -47,12 +47,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   const bool empty = sum == 0.f;
   const float scale = empty ? 0.f : 1.f / denominator;
   auto* g_out = static_cast<Bf16*>(p.out) + row * kValueColumns;
-  const auto store = [&](int place, float low, float high) {
-    const int column = p.is_packed ? column_of_place(place, true) : place;
-    *reinterpret_cast<uint32_t*>(g_out + column) = pack_bf16(low * scale, high * scale);
-  };
-  store(place, out.x, out.y);
-  store(place + 2, out.z, out.w);
+  *reinterpret_cast<uint2*>(g_out + column) = {pack_bf16(out.x * scale, out.y * scale),
+                                               pack_bf16(out.z * scale, out.w * scale)};
   if (threadIdx.x == 0) {
     p.lse[row] = empty ? p.empty_lse : tiles::log_of_sum(top, sm90::log2_fast(sum) * sm90::kLn2);
   }

@@ -37,7 +37,8 @@ const char* launch_bf16(const Params& p, void* stream) {
 const char* launch(const Params& params, void* stream) {
   const KernelParams p(params);
   const auto s = static_cast<cudaStream_t>(stream);
-  const char* error = p.is_packed ? launch_packed(p, s) : launch_bf16(p, stream);
+  const bool is_narrow = p.plan.block_heads <= 32;
+  const char* error = !p.is_packed ? launch_bf16(p, stream) : is_narrow ? launch_narrow(p, s) : launch_wide(p, s);
   if (error == nullptr && p.plan.splits > 1) {
     const Grid grid(unsigned(p.rows), 1, /*programmatic=*/true);
     error = launch_kernel<combine_kernel>(p.device, grid, kCombineThreads, 0, s, p);

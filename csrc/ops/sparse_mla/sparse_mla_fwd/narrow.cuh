@@ -20,50 +20,9 @@
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "tiles/accumulators.cuh"
+#include "tiles/columns.cuh"
 
 namespace dsa::sparse_mla_fwd {
-
-// Stores 64 rows x kHeads columns of an accumulator as kHeads rows of one 64-column chunk.
-template <int kHeads, class Accumulator>
-__device__ __forceinline__ void store_transposed(uint32_t chunk, const Accumulator& r, int thread) {
-  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-  const int piece = warp * 2 + lane / 8 % 2;
-#pragma unroll
-  for (int i = 0; i < kHeads / 8; i += 2) {
-    store_matrices_transposed(chunk + swizzled_offset((i + lane / 16) * 8 + lane % 8, piece),
-                              pack_bf16(r(4 * i), r(4 * i + 1)), pack_bf16(r(4 * i + 2), r(4 * i + 3)),
-                              pack_bf16(r(4 * i + 4), r(4 * i + 5)), pack_bf16(r(4 * i + 6), r(4 * i + 7)));
-  }
-}
-
-// Raises the running maxima of all heads to those over the warpgroup. Called by all its threads.
-template <Config kC, int kColumns>
-__device__ __forceinline__ void raise_maxima(SharedStorage<kC>& shared, float (&top)[kColumns],
-                                             float (&column_max)[kColumns], float (&column_sum)[kColumns],
-                                             int (&exponents)[kColumns], int thread) {
-  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-  const auto head = [&](int c) { return column_in_row(c, lane); };
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-    for (int lanes = 4; lanes < kWarpThreads; lanes *= 2) {
-      top[c] = fmaxf(top[c], __shfl_xor_sync(~0u, top[c], lanes));
-    }
-    if (lane < 4) shared.q.columns[warp][head(c)] = top[c];
-  }
-  sync_warpgroup<kScoreBarrier>();
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    float all = shared.q.columns[0][head(c)];
-#pragma unroll
-    for (int w = 1; w < kWarpsPerWarpgroup; ++w) all = fmaxf(all, shared.q.columns[w][head(c)]);
-    all = raised_max(column_max[c], all);
-    exponents[c] = rescale_bits(column_max[c], all);
-    column_sum[c] *= power_of_two(exponents[c]);
-    column_max[c] = all;
-  }
-  sync_warpgroup<kScoreBarrier>();
-}
 
 // With kMax, the largest scores of a thread's heads: of its own keys, then of the warpgroup's in threads 0 to 3.
 template <Config kC, bool kMax, int kColumns>
@@ -111,27 +70,16 @@ template <Config kC, bool kMax, int kColumns>
 __device__ __forceinline__ void finish_heads(SharedStorage<kC>& shared, const KernelParams& p, int index, int slot,
                                              const float (&column_max)[kColumns], float (&column_sum)[kColumns],
                                              LargestScores<kC, kMax, kColumns>& largest, int thread) {
-  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const int lane = thread % kWarpThreads;
   const auto head = [&](int c) { return column_in_row(c, lane); };
   largest.reduce(shared, thread);
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-    for (int lanes = 4; lanes < kWarpThreads; lanes *= 2) {
-      column_sum[c] += __shfl_xor_sync(~0u, column_sum[c], lanes);
-    }
-    if (lane < 4) shared.q.columns[warp][head(c)] = column_sum[c];
-  }
-  sync_warpgroup<kScoreBarrier>();
+  sum_columns<kScoreBarrier>(shared.q.columns, column_sum, thread);
   if (thread < 4) {
     const Item item(p, index);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      float sum = 0.f;
-#pragma unroll
-      for (int w = 0; w < kWarpsPerWarpgroup; ++w) sum += shared.q.columns[w][head(c)];
-      shared.finish[slot][head(c)] = finish_row<kC>(p, item, head(c), column_max[c], sum);
-      if constexpr (kMax) finish_max(p, item, head(c), column_max[c], sum, largest[c]);
+      shared.finish[slot][head(c)] = finish_row<kC>(p, item, head(c), column_max[c], column_sum[c]);
+      if constexpr (kMax) finish_max(p, item, head(c), column_max[c], column_sum[c], largest[c]);
     }
   }
 }
@@ -215,7 +163,9 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) exponents[c] = kExponentOfOne;
       // This barrier also waits until every warp has read chunk 8, which P overwrites.
-      if (any_of_warpgroup(kScoreBarrier, raise)) raise_maxima(shared, top, column_max, column_sum, exponents, thread);
+      if (any_of_warpgroup(kScoreBarrier, raise)) {
+        raise_maxima<kScoreBarrier>(shared.q.columns, top, column_max, column_sum, exponents, thread);
+      }
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const float base = column_max[c] == -INFINITY ? 0.f : column_max[c];

@@ -6,6 +6,7 @@
 #include "sm90/math.cuh"
 #include "storage.cuh"
 #include "tiles/accumulators.cuh"
+#include "tiles/columns.cuh"
 #include "tiles/softmax.cuh"
 
 namespace dsa::sparse_mla_fwd {
@@ -73,35 +74,15 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Item& 
 template <int kFirstChunk, int kDv, int kHeads, class Accumulator>
 __device__ __forceinline__ void store_output_transposed(const KernelParams& p, const Item& item, const Accumulator& r_o,
                                                         int thread) {
-  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  constexpr int kFirst = kFirstChunk * kChunkColumns;
   const int64_t first_row = item.first_row(p);
+  const int heads_left = item.heads_left(p);
   if (p.splits > 1) {
-#pragma unroll
-    for (int i = 0; i < cute::size(r_o); ++i) {
-      const int h = column_of_value(i % (kHeads / 2), lane), chunk = kFirstChunk + i / (kHeads / 2);
-      const int column = chunk * kChunkColumns + warp * 16 + lane / 4 + i / 2 % 2 * 8;
-      if (h < item.heads_left(p)) p.partial_out[(item.split * p.rows + first_row + h) * kDv + column] = r_o(i);
-    }
+    float* g_out = p.partial_out + (item.split * p.rows + first_row) * kDv + kFirst;
+    store_transposed_fp32<kHeads>(g_out, kDv, heads_left, r_o, thread);
   } else {
-    // A transposed 8x8 matrix has heads as rows. Two matrices of a warp are 32 bytes of an output row; of each head,
-    // two lanes of a quad store those of one chunk, the other two those of the chunk after the next.
-#pragma unroll
-    for (int i = 0; i < kHeads / 2; i += 4) {
-      const int h = i / 4 * 8 + lane / 4;
-      const int column = (kFirstChunk + lane / 2 % 2 * 2) * kChunkColumns + warp * 16;
-      Piece* g_pieces = reinterpret_cast<Piece*>(static_cast<Bf16*>(p.out) + (first_row + h) * kDv + column) + lane % 2;
-#pragma unroll
-      for (int chunk = 0; chunk < kFrontChunks / 2; ++chunk) {
-        Piece piece;
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const int at = i + m % 2 * 2, of = chunk + m / 2 * 2;
-          piece.words[m] = transpose_matrix(pack_bf16(r_o(at, of, 0), r_o(at + 1, of, 0)));
-        }
-        transpose_in_quads(piece, lane);
-        if (h < item.heads_left(p)) g_pieces[chunk * kChunkColumns / kPieceColumns] = piece;
-      }
-    }
+    Bf16* g_out = static_cast<Bf16*>(p.out) + first_row * kDv + kFirst;
+    store_transposed_bf16<kHeads>(g_out, kDv, heads_left, r_o, thread);
   }
 }
 

@@ -1,0 +1,199 @@
+// Packed keys on their way from the cache to the tensor cores: copied to shared memory as they are (raw), there turned
+// into bf16 tiles.
+//
+// Each value warpgroup brings its half of the columns; the back half includes the tail. A thread copies 16 bytes at a
+// time, of two keys, and turns those that it has copied itself into 16 bf16 columns: so nobody waits for other threads,
+// except for the scales, which a warp shares. Numbers of e4m3 are multiplied by the power of two in their scale, which
+// is exact. The rest of each scale, a factor from 1 to 2, goes to a table: it multiplies sums over a group of columns.
+//
+// Of the 32 keys of a tile, warp w copies keys 8 w to 8 w + 7 in two rounds of four keys by eight lanes, 128 bytes
+// of a key at once. Lanes are in an order in which every eight write two neighboring rows of one chunk, and different
+// banks: bit 4 and bit 2 of the lane are the key, bit 3 is the chunk of 64 columns, and bits 1 and 0 the 16 columns.
+#pragma once
+
+#include <cstdint>
+
+#include "items.cuh"
+#include "ops/sparse_mla/packed_keys.h"
+#include "sm90/matrix_copy.cuh"
+#include "sm90/memory.cuh"
+#include "sm90/register_rows.cuh"
+#include "sm90/registers.cuh"
+#include "sm90/warpgroup.cuh"
+#include "unpack.cuh"
+
+namespace dsa::sparse_mla_decode {
+
+inline constexpr int kRawKeys = 32;                               // of a stage
+inline constexpr int kRounds = 2;                                 // keys of a thread
+inline constexpr int kRoundKeys = 4;                              // of a warp
+inline constexpr int kHalfGroups = kScaleGroups / 2;              // groups of columns with their own scales, of a half
+inline constexpr int kHalfBytes = kPackedColumns / 2;             // of a packed key
+inline constexpr int kPieceBytes = 16;                            // of a copy
+inline constexpr int kTailOffset = kPackedColumns + kScaleBytes;  // in a packed key
+
+// A stage of raw keys of one warpgroup: pieces by thread, then the four scales of each key.
+constexpr int raw_pieces(int d_qk, bool back) { return kRounds * (kHalfGroups + (back && d_qk > kPackedColumns)); }
+constexpr int raw_stage_bytes(int d_qk, bool back) {
+  return raw_pieces(d_qk, back) * kWarpgroupThreads * kPieceBytes + kRawKeys * kScaleBytes;
+}
+
+template <int kColumns, int kStages>
+struct RawKeys {
+  alignas(16) char front[kStages][raw_stage_bytes(kColumns, false)];
+  alignas(16) char back[kStages][raw_stage_bytes(kColumns, true)];
+};
+
+// Where the table of a tile holds the factor of a key's group of columns: the eight keys of a lane are adjacent, in the
+// order of its accumulators of S.
+__device__ __forceinline__ constexpr int place_of_factor(int key, int group) {
+  return group * kRawKeys + key / 2 % 4 * 8 + key / 8 * 2 + key % 2;
+}
+
+// One value warpgroup's share of filling the ring of tiles, for all items of the CTA one after another: raw keys travel
+// kRawStages tiles ahead of those that are unpacked.
+//
+//   Feeder feeder(p, shared.raw);   // the first copies begin
+//   while (feeder.has_keys()) {     // the same for all threads of the warpgroup, as is what follows
+//     feeder.unpack(tile, ...);     // the oldest raw stage, to a tile that is free
+//     signal that it is full, after fence_async_proxy
+//     feeder.load();                // the next copies, to the same raw stage
+//   }
+template <int kColumns, int kRawStages, bool kBack>
+struct Feeder {
+  static constexpr bool kTail = kBack && kColumns > kPackedColumns;
+  static constexpr int kFirstChunk = kBack ? 4 : 0, kTailChunk = 8, kChunkBytes = kRawKeys * kSwizzleRowBytes;
+  static constexpr int kStageBytes = raw_stage_bytes(kColumns, kBack);
+  static constexpr int kPlaneBytes = kWarpgroupThreads * kPieceBytes;  // a piece of each thread
+  static constexpr int kScalesAt = raw_pieces(kColumns, kBack) * kPlaneBytes;
+  static constexpr unsigned kHasKeys = 1u << kRounds;  // beside a bit for each of a thread's keys
+  static constexpr int kStageBits = kRounds + 1;
+
+  const KernelParams& p;
+  const uint32_t s_raw;
+  int index = blockIdx.x;  // the item after that of `left`
+  int left = 0;            // raw stages of the item that are not copied yet
+  int slots_left;          // of the item's, from this thread's first key of the next raw stage on
+  const int* g_ids;        // this thread's first slot of the next raw stage
+  int ids[kRounds];        // of the next raw stage
+  int stage = 0;           // whose raw keys are the oldest
+  unsigned stages = 0;     // kStageBits for each raw stage, those of the last one lowest: which keys are visible
+
+  __device__ __forceinline__ Feeder(const KernelParams& p, RawKeys<kColumns, kRawStages>& raw)
+      : p(p), s_raw(shared_address(kBack ? raw.back[0] : raw.front[0])) {
+    take_ids();
+#pragma unroll 1
+    for (int i = 0; i < kRawStages; ++i) load();
+  }
+
+  // A thread's place, read again wherever it is needed: registers are scarce.
+  static __device__ __forceinline__ int thread() { return thread_index() % kWarpgroupThreads; }
+  // Of the first round; the second one is kRoundKeys further.
+  static __device__ __forceinline__ int key_of(int t) { return t / kWarpThreads * 8 + t / 16 % 2 * 2 + t / 4 % 2; }
+  static __device__ __forceinline__ int piece_of(int t) { return t / 8 % 2 * 4 + t % 4; }  // of 128 bytes
+
+  // The ids of the next raw stage.
+  __device__ __forceinline__ void take_ids() {
+    if (left == 0) {
+      if (index >= p.items) return;
+      const Item item(p, index);
+      index += gridDim.x;
+      const int key = key_of(thread()), first_slot = item.first_tile * kTileKeys + key;
+      left = item.tiles_of<kRawKeys>();
+      slots_left = item.slot_end - first_slot;
+      g_ids = item.indices(p) + first_slot;
+    }
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) ids[r] = r * kRoundKeys < slots_left ? __ldg(g_ids + r * kRoundKeys) : -1;
+    g_ids += kRawKeys;
+    slots_left -= kRawKeys;
+  }
+
+  // Starts the copies to the stage that unpack has read last.
+  __device__ __forceinline__ void load() {
+    const uint32_t s_stage = s_raw + stage * kStageBytes;
+    stage = stage + 1 == kRawStages ? 0 : stage + 1;
+    stages <<= kStageBits;
+    if (left > 0) {
+      stages |= kHasKeys;
+      const int t = thread(), piece = piece_of(t);
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const bool is_key = static_cast<unsigned>(ids[r]) < static_cast<unsigned>(p.slots);
+        stages |= is_key << r;
+        int page, slot;
+        p.page_slots(page, slot, is_key ? ids[r] : 0);
+        const char* g_row = static_cast<const char*>(p.kv_cache) + page * p.page_bytes + slot * p.slot_bytes;
+        const int bytes = is_key ? kPieceBytes : 0;  // the others are filled with zeros
+        const char* g_piece = g_row + kBack * kHalfBytes + piece * kPieceBytes;
+        const uint32_t s_mine = s_stage + t * kPieceBytes;
+#pragma unroll
+        for (int g = 0; g < kHalfGroups; ++g) {
+          copy_16_bytes(s_mine + (r * kHalfGroups + g) * kPlaneBytes, g_piece + g * kScaleColumns, bytes);
+        }
+        if constexpr (kTail) {
+          const int from = kTailOffset + (t % 4 * 2 + t / 8 % 2) * kPieceBytes;
+          copy_16_bytes(s_mine + (kRounds * kHalfGroups + r) * kPlaneBytes, g_row + from, bytes);
+        }
+        if (piece == 0) {
+          copy_16_bytes(s_stage + kScalesAt + (key_of(t) + r * kRoundKeys) * kScaleBytes, g_row + kPackedColumns,
+                        bytes);
+        }
+      }
+      if (--left > 0 || index < p.items) take_ids();
+    }
+    commit_copies();
+  }
+
+  // Whether there is a raw stage to unpack.
+  __device__ __forceinline__ bool has_keys() const { return stages >> (kRawStages - 1) * kStageBits & kHasKeys; }
+
+  // Turns the oldest raw stage into the tile at `s_tile`, in chunks of 64 columns. The factors go to `s_factors`, see
+  // place_of_factor. The front half also writes which keys are visible, to `visible`: a bit for each.
+  __device__ __forceinline__ void unpack(uint32_t s_tile, uint32_t s_factors, uint8_t* visible) {
+    wait_copies<kRawStages - 1>();
+    __syncwarp();  // the scales are copied by other lanes
+    const int t = thread(), key = key_of(t), q = t % 4, half = t / 8 % 2;
+    if constexpr (!kBack) publish_visible(visible, t);
+    const uint32_t s_stage = s_raw + stage * kStageBytes, s_mine = s_stage + t * kPieceBytes;
+    const uint32_t s_row = s_tile + (kFirstChunk + half) * kChunkBytes;
+#pragma unroll 1  // unrolled, it needs more registers than there are beside O
+    for (int r = 0; r < kRounds; ++r) {
+      const int k = key + r * kRoundKeys;
+      // Loads before stores, which the compiler would not move them across.
+      const float2 scales = load_shared_pair(s_stage + kScalesAt + k * kScaleBytes + kBack * kHalfGroups * 4);
+      uint4 raw[kHalfGroups];
+#pragma unroll
+      for (int g = 0; g < kHalfGroups; ++g) raw[g] = load_shared_words(s_mine + (r * kHalfGroups + g) * kPlaneBytes);
+#pragma unroll
+      for (int g = 0; g < kHalfGroups; ++g) {
+        const SplitScale scale(g == 0 ? scales.x : scales.y);
+        const uint32_t s_pieces = s_row + g * 2 * kChunkBytes + swizzled_offset(k, 2 * q);
+        store_shared(s_pieces, unpack_piece(raw[g].x, raw[g].y, scale.power));
+        store_shared(s_pieces ^ kPieceBytes, unpack_piece(raw[g].z, raw[g].w, scale.power));
+        if (q + half == 0) {
+          store_shared(s_factors + place_of_factor(k, kBack * kHalfGroups + g) * 4, scale.factor);
+        }
+      }
+      if constexpr (kTail) {
+        const uint4 tail = load_shared_words(s_mine + (kRounds * kHalfGroups + r) * kPlaneBytes);
+        store_shared(s_tile + kTailChunk * kChunkBytes + swizzled_offset(k, 2 * q + half), tail);
+      }
+    }
+    __syncwarp();  // all lanes have read the scales
+  }
+
+ private:
+  __device__ __forceinline__ void publish_visible(uint8_t* visible, int t) const {
+    const unsigned oldest = stages >> (kRawStages - 1) * kStageBits;
+    unsigned byte = 0;
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const unsigned lanes = __ballot_sync(~0u, oldest >> r & 1);  // the four keys' lanes are 0, 4, 16 and 20
+      byte |= ((lanes & 1) | (lanes >> 3 & 2) | (lanes >> 14 & 4) | (lanes >> 17 & 8)) << r * kRoundKeys;
+    }
+    if (t % kWarpThreads == 0) visible[t / kWarpThreads] = static_cast<uint8_t>(byte);
+  }
+};
+
+}  // namespace dsa::sparse_mla_decode

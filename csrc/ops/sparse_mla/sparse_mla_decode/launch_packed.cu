@@ -1,9 +1,0 @@
-#include "instances.cuh"
-
-namespace dsa::sparse_mla_decode {
-
-const char* launch_packed(const KernelParams& p, cudaStream_t stream) {
-  return p.d_qk == 576 ? launch_columns<576, true>(p, stream) : launch_columns<512, true>(p, stream);
-}
-
-}  // namespace dsa::sparse_mla_decode

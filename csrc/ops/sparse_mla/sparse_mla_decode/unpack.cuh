@@ -1,0 +1,39 @@
+// Packed keys to bf16.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "sm90/register_rows.cuh"
+
+namespace dsa::sparse_mla_decode {
+
+using namespace dsa::sm90;
+
+// A scale as a power of two and a factor from 1 to 2, or from -2 to -1. A scale that is infinite or NaN has a factor of
+// NaN: it makes all columns of its block NaN or infinite, and sums of those are NaN.
+struct SplitScale {
+  uint32_t power;  // as a pair of bf16
+  float factor;
+
+  __device__ __forceinline__ explicit SplitScale(float scale) {
+    constexpr uint32_t kExponent = 0x7f800000u, kOne = 0x3f800000u;
+    const uint32_t bits = __float_as_uint(scale), exponent = bits & kExponent;
+    // A denormal scale has a smaller factor.
+    power = exponent == kExponent ? kOne : exponent != 0 ? exponent : scale != 0.f ? 0x00800000u : 0;
+    factor = exponent == kExponent ? NAN
+             : exponent != 0       ? __uint_as_float((bits & ~kExponent) | kOne)
+             : scale != 0.f        ? scale * 0x1p126f
+                                   : 1.f;
+    power |= power >> 16;
+  }
+};
+
+// Eight packed columns, whose scale has the power of two `power`, as 16 bytes of bf16.
+__device__ __forceinline__ uint4 unpack_piece(uint32_t a, uint32_t b, uint32_t power) {
+  const uint2 low = e4m3_to_bf16(a), high = e4m3_to_bf16(b);
+  return {multiply_bf16(low.x, power), multiply_bf16(low.y, power), multiply_bf16(high.x, power),
+          multiply_bf16(high.y, power)};
+}
+
+}  // namespace dsa::sparse_mla_decode

@@ -1,0 +1,56 @@
+// Sparse MLA decode with packed keys, for up to 64 heads of an item ("wide"): a persistent CTA walks over items (token,
+// part of its keys, block of heads).
+//
+// Warp specialization. Who does what, for tile j of all items, 32 keys:
+//
+//   role           warpgroup  waits on              does                                        signals
+//   value (front)  0          probs_written[j]      O[:, 0:256) = O * rescale + P V             probs_read[j]
+//                                                   columns [0, 256) of tile j + 3              full[j + 3]
+//                                                   after an item's last tile: stores O
+//   value (back)   1          probs_written[j]      O[:, 256:512), the same                     probs_read[j]
+//                                                   the other columns of tile j + 3             full[j + 3]
+//   score          2          full[j]               S = Q K^T                                   probs_written[j - 1]
+//                             probs_read[j - 2]     softmax, P; after an item's last tile: lse  and then [j]
+//                                                   and the last factor of O
+//
+// Packed keys arrive by cp.async, three tiles ahead of those in shared memory, and the value warpgroups turn them into
+// bf16 (feeder.cuh): numbers of e4m3 times the power of two in their scale, which is exact. The rest of each scale, a
+// factor from 1 to 2, multiplies the sums of S over a group of 128 columns, and P: each group of value columns has its
+// own P.
+//
+// Shared memory is what limits the kernel: keys are written, read and written again before the products read them.
+#pragma once
+
+#include <cutlass/cutlass.h>
+
+#include "sm90/programmatic.cuh"
+#include "wide_score.cuh"
+#include "wide_values.cuh"
+
+namespace dsa::sparse_mla_decode {
+
+template <int kColumns>
+__global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_wide_kernel(const __grid_constant__ KernelParams p) {
+  extern __shared__ __align__(1024) char shared_bytes_[];
+  WideStorage<kColumns>& shared = *reinterpret_cast<WideStorage<kColumns>*>(shared_bytes_);
+  const int warpgroup = cutlass::canonical_warp_group_idx();
+  if (threadIdx.x == 0) {
+    for (uint64_t& barrier : shared.full) barrier_init(&barrier, 2 * kWarpgroupThreads);
+    for (uint64_t& barrier : shared.probs_written) barrier_init(&barrier, kWarpgroupThreads);
+    for (uint64_t& barrier : shared.probs_read) barrier_init(&barrier, 2 * kWarpgroupThreads);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  launch_dependents();
+  wait_for_preceding_kernel();
+
+  if (warpgroup == 0) {
+    accumulate_wide<kColumns, false>(shared, p);
+  } else if (warpgroup == 1) {
+    accumulate_wide<kColumns, true>(shared, p);
+  } else {
+    score_wide<kColumns>(shared, p);
+  }
+}
+
+}  // namespace dsa::sparse_mla_decode

@@ -1,0 +1,292 @@
+// The score warpgroup of the wide kernel: S = Q K^T, online softmax, P.
+//
+// Registers per thread: 80 of Q, 48 of S (the sum, and two groups of columns in turn), 40 others.
+#pragma once
+
+#include "sm90/math.cuh"
+#include "tiles/accumulators.cuh"
+#include "tiles/online_softmax.cuh"
+#include "tiles/softmax.cuh"
+#include "wide_storage.cuh"
+
+namespace dsa::sparse_mla_decode {
+
+using WideScoreFromRegisters = Tiled<cute::SM90_64x32x16_F32BF16BF16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K>>;
+using WideScoreFromShared = Tiled<cute::SM90_64x32x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::K>>;
+
+inline constexpr int kStepColumns = 16;  // of a wgmma
+inline constexpr int kChunkSteps = kChunkColumns / kStepColumns, kGroupSteps = kScaleColumns / kStepColumns;
+inline constexpr int kRegisterSteps = kSharedQChunk * kChunkSteps;
+inline constexpr int kLaneScores = kWideHeads * kWideKeys / kWarpgroupThreads, kLaneKeys = kLaneScores / 2;
+
+// Q of an item and its sinks. Four lanes load 32 columns of a row at once, in pieces of 8, and exchange words so that
+// each has its fragments of two wgmma steps.
+template <int kColumns>
+__device__ __forceinline__ void load_queries(WideStorage<kColumns>& shared, const KernelParams& p, const Item& item,
+                                             uint32_t* q_words) {
+  constexpr int kPairs = kRegisterSteps / 2, kPieces = kChunkColumns / kPieceColumns;
+  constexpr int kSharedPieces = (kColumns / kChunkColumns - kSharedQChunk) * kWideHeads * kPieces;
+  const int thread = thread_index() % kWarpgroupThreads, lane = thread % kWarpThreads;
+  const int row = thread / kWarpThreads * 16 + lane / 4, heads = item.heads_left(p);
+  const auto* g_q =
+      static_cast<const Bf16*>(p.q) + item.b * p.q_stride_b + item.n * p.q_stride_n + item.first_head(p) * p.q_stride_h;
+  sync_warpgroup<kScoreBarrier>();  // no warp reads those of the item before any more
+#pragma unroll
+  for (int i = thread; i < kSharedPieces; i += kWarpgroupThreads) {
+    const int chunk = i / (kWideHeads * kPieces), head = i / kPieces % kWideHeads, piece = i % kPieces;
+    const Bf16* g_piece =
+        g_q + min(head, heads - 1) * p.q_stride_h + (kSharedQChunk + chunk) * kChunkColumns + piece * kPieceColumns;
+    copy_16_bytes(shared_address(shared.q) + chunk * kWideHeads * kSwizzleRowBytes + swizzled_offset(head, piece),
+                  g_piece, head < heads ? 16 : 0);
+  }
+  commit_copies();
+  if (p.attn_sink != nullptr && thread < kWideHeads) {
+    const int head = item.first_head(p) + min(thread, heads - 1);
+    shared.sinks[thread] = p.attn_sink[head * p.attn_sink_stride] * kLog2E;
+  }
+  Piece pieces[kPairs][2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int head = row + 8 * r;
+    const Bf16* g_row = g_q + head * p.q_stride_h + lane % 4 * kPieceColumns;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      uint4 v{};
+      if (head < heads) v = load_once(g_row + i * 2 * kStepColumns);
+      pieces[i][r] = {v.x, v.y, v.z, v.w};
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      transpose_in_quads(pieces[i][r], lane);
+#pragma unroll
+      for (int m = 0; m < 4; ++m) q_words[4 * (2 * i + m / 2) + r + m % 2 * 2] = pieces[i][r].words[m];
+    }
+  }
+  wait_copies<0>();
+  fence_async_proxy();
+  sync_warpgroup<kScoreBarrier>();
+}
+
+// The factors of a lane's keys for a group of columns, in the order of its accumulators.
+struct LaneFactors {
+  float of[kLaneKeys];
+
+  // `s_factors`: of the tile.
+  __device__ __forceinline__ LaneFactors(uint32_t s_factors, int group, int lane) {
+    const uint32_t from = s_factors + place_of_factor(lane % 4 * 2, group) * 4;
+    const float4 a = load_shared(from), b = load_shared(from + 16);
+    of[0] = a.x, of[1] = a.y, of[2] = a.z, of[3] = a.w, of[4] = b.x, of[5] = b.y, of[6] = b.z, of[7] = b.w;
+  }
+  // That of accumulator i.
+  __device__ __forceinline__ float operator[](int i) const { return of[i / 4 * 2 + i % 2]; }
+};
+
+// S = Q K^T: the tail, and the sums over each group of columns times its factors. A group is multiplied while the one
+// before is added.
+template <int kColumns, class Queries, class Scores>
+__device__ __forceinline__ void multiply_keys(WideStorage<kColumns>& shared, int slot, const Queries& r_q, Scores& r_s,
+                                              int thread) {
+  using namespace cute;
+  constexpr bool kTail = kColumns > kPackedColumns;
+  constexpr int kTailSteps = kTail ? kChunkSteps : 0, kValueSteps = kPackedColumns / kStepColumns;
+  WideScoreFromRegisters mma;
+  WideScoreFromShared shared_mma;
+  Tensor s_k = make_tensor(make_smem_ptr(shared.tiles[slot]), HeadsByColumns<kWideKeys, kColumns>{});
+  Tensor s_q = make_tensor(make_smem_ptr(&shared.q[0][0]),
+                           HeadsByColumns<kWideHeads, kColumns - kSharedQChunk * kChunkColumns>{});
+  Tensor r_k = mma.get_slice(thread).partition_fragment_B(s_k);
+  Tensor r_shared_q = shared_mma.get_slice(thread).partition_fragment_A(s_q);
+  Tensor r_even = partition_fragment_C(mma, Shape<_64, Int<kWideKeys>>{});
+  Tensor r_odd = partition_fragment_C(mma, Shape<_64, Int<kWideKeys>>{});
+  const uint32_t s_factors = shared_address(shared.factors[slot]);
+
+  // Steps [begin, end) of 16 columns.
+  const auto multiply_steps = [&](int begin, int end, auto& r_sum) {
+    warpgroup_fence_operand(r_sum);
+    mma.accumulate_ = shared_mma.accumulate_ = GMMA::ScaleOut::Zero;
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = begin; k < end; ++k) {
+      if (k < kRegisterSteps) {
+        gemm(mma, r_q(_, 0, k), r_k(_, 0, k), r_sum(_, 0, 0));
+      } else {
+        gemm(shared_mma, r_shared_q(_, 0, k - kRegisterSteps), r_k(_, 0, k), r_sum(_, 0, 0));
+      }
+      mma.accumulate_ = shared_mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+  };
+  const auto multiply_group = [&](int group, auto& r_sum) {
+    multiply_steps(group * kGroupSteps, (group + 1) * kGroupSteps, r_sum);
+  };
+  const auto add = [&](int group, auto& r_sum) {
+    warpgroup_fence_operand(r_sum);
+    const LaneFactors factors(s_factors, group, thread % kWarpThreads);
+#pragma unroll
+    for (int i = 0; i < kLaneScores; ++i) {
+      r_s(i) = kTail || group > 0 ? fmaf(r_sum(i), factors[i], r_s(i)) : r_sum(i) * factors[i];
+    }
+  };
+
+  if constexpr (kTail) multiply_steps(kValueSteps, kValueSteps + kTailSteps, r_s);
+  multiply_group(0, r_even);
+  multiply_group(1, r_odd);
+  warpgroup_wait<1>();
+  if constexpr (kTail) warpgroup_fence_operand(r_s);
+  add(0, r_even);
+  multiply_group(2, r_even);
+  warpgroup_wait<1>();
+  add(1, r_odd);
+  multiply_group(3, r_odd);
+  warpgroup_wait<1>();
+  add(2, r_even);
+  warpgroup_wait<0>();
+  add(3, r_odd);
+}
+
+// Two rows of a lane: the running maximum, in units of log 2, and the sum relative to it, of the lane's keys.
+struct RowSoftmax {
+  float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
+
+  // Scores in units of log 2 to P. `exponents`: of the factors that raised maxima mean for earlier sums.
+  template <class Scores>
+  __device__ __forceinline__ void add(Scores& r_s, int (&exponents)[2]) {
+    float top[2] = {r_s(0), r_s(2)};
+#pragma unroll
+    for (int i = 1; i < kLaneScores; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], r_s(i));
+    if (__any_sync(~0u, top[0] > row_max[0] + kRescaleStep || top[1] > row_max[1] + kRescaleStep)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+        top[r] = raised_max(row_max[r], fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2)));
+        exponents[r] = rescale_bits(row_max[r], top[r]);
+        row_sum[r] *= power_of_two(exponents[r]);
+        row_max[r] = top[r];
+      }
+    }
+    const float base[2] = {row_max[0] == -INFINITY ? 0.f : row_max[0], row_max[1] == -INFINITY ? 0.f : row_max[1]};
+#pragma unroll
+    for (int i = 0; i < kLaneScores; ++i) {
+      r_s(i) = exp2_fast(r_s(i) - base[i / 2 % 2]);
+      row_sum[i / 2 % 2] += r_s(i);
+    }
+  }
+
+  // After the last tile: sums over all keys.
+  __device__ __forceinline__ void reduce() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
+      row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
+    }
+  }
+};
+
+// Scores in units of log 2; those of hidden keys are -inf. `visible`: a bit for each key.
+template <class Scores>
+__device__ __forceinline__ void scale_and_hide(Scores& r_s, float scale_log2, uint32_t visible, int lane) {
+#pragma unroll
+  for (int i = 0; i < kLaneScores; ++i) r_s(i) *= scale_log2;
+  if (visible == ~0u) return;
+#pragma unroll
+  for (int i = 0; i < kLaneScores; ++i) {
+    if (!(visible >> lane % 4 * 2 & 1u << (i / 4 * 8 + i % 2))) r_s(i) = -INFINITY;
+  }
+}
+
+// P times the factors of each group of columns, for the value warpgroups.
+template <int kColumns, class Scores>
+__device__ __forceinline__ void store_probabilities(WideStorage<kColumns>& shared, int slot, int probs_slot,
+                                                    const Scores& r_s, int thread) {
+  const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane % 16, piece = lane / 16;
+#pragma unroll
+  for (int group = 0; group < kScaleGroups; ++group) {
+    const LaneFactors factors(shared_address(shared.factors[slot]), group, lane);
+    const uint32_t s_probs = shared_address(shared.probs[probs_slot][group / kHalfGroups]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = 8 * half + 2 * j;
+        words[j] = pack_bf16(r_s(i) * factors[i], r_s(i + 1) * factors[i + 1]);
+      }
+      store_matrices(s_probs + swizzled_offset(row, group % kHalfGroups * 4 + half * 2 + piece), words[0], words[1],
+                     words[2], words[3]);
+    }
+  }
+}
+
+// Writes lse and returns the factor that turns O into the output, from a head's maximum, which may lag behind, and its
+// sum.
+template <int kColumns>
+__device__ __forceinline__ float finish_row(WideStorage<kColumns>& shared, const KernelParams& p, const Item& item,
+                                            int head, float row_max, float row_sum) {
+  const bool is_part = p.plan.splits > 1, empty = row_sum == 0.f;
+  float denominator = row_sum;
+  if (p.attn_sink != nullptr && !is_part) denominator += exp2_fast(shared.sinks[head] - row_max);
+  if (head < item.heads_left(p)) {
+    float* g_lse = is_part ? p.partial_lse + item.split * p.rows : p.lse;
+    const float empty_lse = is_part ? -INFINITY : p.empty_lse;
+    g_lse[item.first_row(p) + head] = empty ? empty_lse : kLn2 * log_of_sum(row_max, log2f(row_sum));
+  }
+  return empty ? 0.f : 1.f / denominator;
+}
+
+template <int kColumns>
+__device__ __forceinline__ void score_wide(WideStorage<kColumns>& shared, const KernelParams& p) {
+  using namespace cute;
+  const int thread = threadIdx.x % kWarpgroupThreads, lane = thread % kWarpThreads;
+  const int row = thread / kWarpThreads * 16 + lane / 4;  // this thread's scores: this row and row + 8
+  const float scale_log2 = p.negate_q ? -p.scale_log2 : p.scale_log2;
+  Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kRegisterSteps>>{});
+  Tensor r_s = partition_fragment_C(WideScoreFromRegisters{}, Shape<_64, Int<kWideKeys>>{});
+  uint32_t* q_words = reinterpret_cast<uint32_t*>(r_q.data());
+
+  Ring<kTiles> at;
+  Ring<kProbsStages> probs_at;
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+    int tiles;
+    {
+      const Item item(p, index);
+      tiles = item.template tiles_of<kWideKeys>();
+      load_queries(shared, p, item, q_words);
+    }
+    RowSoftmax softmax;
+    for (int j = 0; j < tiles; ++j) {
+      const bool is_last = j + 1 == tiles;
+      wait(&shared.full[at.slot], at.parity);
+      multiply_keys(shared, at.slot, r_q, r_s, thread);
+      // Only now the tile before: so S has the tensor cores to itself, and P V of the tile before runs during the
+      // softmax of this one.
+      if (j > 0) arrive(&shared.probs_written[probs_at.slot ^ 1]);
+      scale_and_hide(r_s, scale_log2, *reinterpret_cast<const uint32_t*>(shared.visible[at.slot]), lane);
+      int exponents[2] = {kExponentOfOne, kExponentOfOne};
+      softmax.add(r_s, exponents);
+      wait(&shared.probs_read[probs_at.slot], probs_at.parity ^ 1);
+      store_probabilities(shared, at.slot, probs_at.slot, r_s, thread);
+      if (is_last) softmax.reduce();
+      if (lane % 4 == 0) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int head = row + 8 * r;
+          shared.rescale[probs_at.slot][head] = exponents[r];
+          if (is_last) {
+            shared.finish[probs_at.slot][head] =
+                finish_row(shared, p, Item(p, index), head, softmax.row_max[r], softmax.row_sum[r]);
+          }
+        }
+      }
+      if (thread == 0) shared.finished_item[probs_at.slot] = is_last ? index : -1;
+      fence_async_proxy();
+      if (is_last) arrive(&shared.probs_written[probs_at.slot]);
+      at.advance();
+      probs_at.advance();
+    }
+  }
+}
+
+}  // namespace dsa::sparse_mla_decode

@@ -1,0 +1,100 @@
+// The value warpgroups of the wide kernel: O += P V for one half of the value columns each, the store of O, and their
+// halves of the keys.
+#pragma once
+
+#include "feeder.cuh"
+#include "tiles/accumulators.cuh"
+#include "tiles/online_softmax.cuh"
+#include "wide_storage.cuh"
+
+namespace dsa::sparse_mla_decode {
+
+// O [64 x 128] += P V. Half as many columns as the warpgroup has: each group has its own P.
+using WideValueMma = Tiled<cute::SM90_64x128x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::MN>>;
+
+template <bool kBack, class Output>
+__device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, const Output& r_o, int thread) {
+  const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane / 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool exists = row + 8 * r < item.heads_left(p);
+    const int64_t out_row = item.first_row(p) + row + 8 * r;
+    if (p.plan.splits > 1) {
+      float* g_row = p.partial_out + (item.split * p.rows + out_row) * kPackedColumns + kBack * kHalfColumns;
+#pragma unroll
+      for (int i = 2 * r; i < cute::size(r_o); i += 4) {
+        if (exists) *reinterpret_cast<float2*>(g_row + column_of_value(i, lane)) = {r_o(i), r_o(i + 1)};
+      }
+    } else {
+      Bf16* g_row = static_cast<Bf16*>(p.out) + out_row * kPackedColumns + kBack * kHalfColumns;
+      store_row<kHalfColumns>(reinterpret_cast<Piece*>(g_row), exists, r_o, r, lane);
+    }
+  }
+}
+
+template <int kColumns, bool kBack>
+__device__ __forceinline__ void accumulate_wide(WideStorage<kColumns>& shared, const KernelParams& p) {
+  using namespace cute;
+  constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier;
+  WideValueMma mma;
+  mma.accumulate_ = GMMA::ScaleOut::One;
+  Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kHalfColumns>>{});
+  Feeder<kColumns, kRawStages, kBack> feeder(p, shared.raw);
+  const auto refill = [&](int slot) {
+    if (!feeder.has_keys()) return;
+    feeder.unpack(shared_address(shared.tiles[slot]), shared_address(shared.factors[slot]), shared.visible[slot]);
+    fence_async_proxy();
+    arrive(&shared.full[slot]);
+    feeder.load();
+  };
+  const auto scale_rows = [&](float a, float b) {
+#pragma unroll
+    for (int i = 0; i < size(r_o); ++i) r_o(i) *= i / 2 % 2 ? b : a;
+  };
+
+  int tile = -kTiles;  // of all items; before the first one, the ring is filled
+  int item;
+  do {
+    clear(r_o);
+    item = -1;
+    do {
+      const int slot = (tile + kTiles) % kTiles, probs_slot = tile % kProbsStages;
+      if (tile >= 0) {
+        const int thread = thread_index() % kWarpgroupThreads;
+        const int row = thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
+        Tensor s_p = make_tensor(make_smem_ptr(shared.probs[probs_slot][kBack]),
+                                 HeadsByColumns<kWideHeads, kHalfGroups * kWideKeys>{});
+        Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[slot] + kBack * kHalfColumns * kWideKeys),
+                                 ColumnsByHeads<kHalfColumns, kWideKeys>{});
+        Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
+        Tensor r_v = mma.get_slice(thread).partition_fragment_B(s_v);
+        wait(&shared.probs_written[probs_slot], tile / kProbsStages % 2);
+        item = shared.finished_item[probs_slot];
+        const int exponents[2] = {shared.rescale[probs_slot][row], shared.rescale[probs_slot][row + 8]};
+        if (__any_sync(~0u, (exponents[0] & exponents[1]) != kExponentOfOne)) {
+          scale_rows(power_of_two(exponents[0]), power_of_two(exponents[1]));
+        }
+        warpgroup_fence_operand(r_o);
+        warpgroup_arrive();
+#pragma unroll
+        for (int n = 0; n < kHalfGroups; ++n) {
+#pragma unroll
+          for (int k = 0; k < size<2>(r_v); ++k) {
+            gemm(mma, r_p(_, 0, n * size<2>(r_v) + k), r_v(_, n, k), r_o(_, 0, n));
+          }
+        }
+        warpgroup_commit_batch();
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(r_o);
+        if (item >= 0) scale_rows(shared.finish[probs_slot][row], shared.finish[probs_slot][row + 8]);
+        arrive(&shared.probs_read[probs_slot]);
+        sync_warpgroup<kBarrier>();  // all warps have multiplied by the tile
+      }
+      refill(slot);
+      ++tile;
+    } while (item < 0);
+    store_output<kBack>(p, Item(p, item), r_o, thread_index() % kWarpgroupThreads);
+  } while (item + static_cast<int>(gridDim.x) < p.items);
+}
+
+}  // namespace dsa::sparse_mla_decode
