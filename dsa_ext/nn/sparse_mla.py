@@ -194,15 +194,9 @@ class SparseMLA(nn.Module):
         page_size: int = 64,
         dtype: torch.dtype | None = None,
     ) -> PagedKVCache:
-        """An empty cache for a model with `layers` layers like this one.
-
-        `dtype` is that of the latent keys: by default the layer's own (autocast's if autocast is enabled), which is the
-        only other choice than float8_e4m3fn, for layers in bf16. The indexer's keys are in float8_e4m3fn if its
-        precision is "fp8", and otherwise in the layer's dtype.
-
-        Raises:
-            ValueError: dtype is float8_e4m3fn and the layer's own is not bf16, or another argument is wrong.
-        """
+        """An empty cache for a model with `layers` layers like this one. `dtype` is that of the latent keys: by default
+        the layer's own (autocast's if autocast is enabled), and if that is bf16 also float8_e4m3fn. The indexer's keys
+        are in float8_e4m3fn if its precision is "fp8", and otherwise in the layer's own."""
         weight = self.kv_a_proj_with_mqa.weight
         own = as_autocast(weight.detach()[:0]).dtype
         if dtype == FP8 and own != torch.bfloat16:
