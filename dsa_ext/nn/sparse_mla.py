@@ -200,10 +200,7 @@ class SparseMLA(nn.Module):
         weight = self.kv_a_proj_with_mqa.weight
         own = as_autocast(weight.detach()[:0]).dtype
         if dtype == FP8 and own != torch.bfloat16:
-            expected = (
-                "a cache in float8_e4m3fn needs a layer in bfloat16, or make_cache and calls under autocast in it"
-            )
-            raise ValueError(f"SparseMLA: {expected}, got a layer in {dtype_name(own)}")
+            raise ValueError(f"SparseMLA: dtype may be float8_e4m3fn in bfloat16 layers only, got {dtype_name(own)}")
         return PagedKVCache(
             layers, num_blocks, max_sequences, max_length, page_size=page_size, index_columns=self.indexer.head_dim,
             dtype=own if dtype is None else dtype, index_dtype=FP8 if self.indexer.precision == "fp8" else own,
