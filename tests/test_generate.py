@@ -57,6 +57,14 @@ def test_generation_on_a_gpu(
     assert "of 200 greedy bytes are the best ones of a full recomputation" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("tokens", [1, 64, 90, 127])
+def test_prompts_leave_room(example: dict[str, Any], tokens: int) -> None:
+    arguments = example["parse_arguments"](["--sequences", "3", "--tokens", str(tokens)])
+    prompts = example["choose_prompts"](arguments, 128)
+    assert all(1 <= len(prompt) <= 128 - tokens for prompt in prompts)
+    assert len(prompts[-1]) == min(64, 128 - tokens)
+
+
 def test_drawn_bytes(example: dict[str, Any]) -> None:
     """With top-p 0.8 the fewest that sum to it, in proportion to their probabilities at the temperature."""
     p = torch.tensor([0.5, 0.05, 0.3, 0.15])

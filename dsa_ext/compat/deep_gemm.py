@@ -43,7 +43,8 @@ def get_num_sms() -> int:
 
 
 def set_num_sms(num_sms: int) -> None:
-    """Sets what `get_num_sms` returns. The kernels use all multiprocessors all the same."""
+    """Sets what `get_num_sms` returns. The kernels use all multiprocessors all the same. (A package of `install-shim`
+    leaves both functions to DeepGEMM if it is installed, whose GEMMs obey them.)"""
     global _num_sms
     _num_sms = num_sms
 

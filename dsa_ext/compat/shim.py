@@ -1,16 +1,20 @@
 """Packages `flash_mla` and `deep_gemm` that export the functions of this package.
 
 Where the library itself is installed too, its functions that are not served here remain available under its name.
+Modules within it are not touched.
 """
 
 import importlib
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
 NAMES = ("flash_mla", "deep_gemm")
+#: Served functions that remain those of an installed library: its other functions, such as GEMMs, obey them.
+_THEIRS = ("get_num_sms", "set_num_sms")
 _SOURCE = '''"""{name} on dsa_ext, written by `python -m dsa_ext.compat install-shim`."""
 
 from dsa_ext.compat import shim
@@ -19,9 +23,9 @@ shim.load(__name__, __path__)
 '''
 
 
-def install(folder: Path) -> list[Path]:
-    """Writes the packages into `folder`, which then has to be first on PYTHONPATH. Returns the files."""
-    paths = [folder / name / "__init__.py" for name in NAMES]
+def install(folder: Path, names: Sequence[str] = NAMES) -> list[Path]:
+    """Writes packages of these names into `folder`, which then has to be first on PYTHONPATH. Returns the files."""
+    paths = [folder / name / "__init__.py" for name in names]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_SOURCE.format(name=path.parent.name))
@@ -30,15 +34,17 @@ def install(folder: Path) -> list[Path]:
 
 def load(name: str, path: list[str]) -> None:
     """Called while the package `name` of a shim in `path` is imported: makes it the library that is installed, if there
-    is one, with the functions served here in place of its own."""
+    is one, with the functions served here in place of its own, except for `_THEIRS`."""
     served = importlib.import_module(f"dsa_ext.compat.{name}")
     shim = sys.modules[name]
     spec = _installed(name, path)
-    if spec is None or not _import(spec):
+    is_theirs = spec is not None and _import(spec)
+    if not is_theirs:
         sys.modules[name] = shim
         shim.__getattr__ = served.__getattr__  # type: ignore[method-assign]
     for function in served.__all__:
-        setattr(sys.modules[name], function, getattr(served, function))
+        if not (is_theirs and function in _THEIRS and hasattr(sys.modules[name], function)):
+            setattr(sys.modules[name], function, getattr(served, function))
 
 
 def _installed(name: str, path: list[str]) -> ModuleSpec | None:

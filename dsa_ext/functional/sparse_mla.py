@@ -291,7 +291,7 @@ def pack_kv_fp8(kv: Tensor) -> Tensor:
     NaN or an infinity becomes NaN when it is unpacked.
 
     Args:
-        kv: latent keys [..., D], bf16, with any strides; D is 576 or 512.
+        kv: latent keys [..., D], bf16 (on the CPU too), with any strides; D is 576 or 512.
 
     Returns:
         uint8 [..., 656] for D = 576, [..., 528] for D = 512; contiguous. Not differentiable.
@@ -328,13 +328,17 @@ def sparse_mla_decode(
     read: all else in the cache may hold anything. A token without a key has out = 0 and lse = -inf. An id that is
     listed twice counts twice.
 
+    There is no causal mask: the list alone decides. :func:`indexer_topk_paged` with `return_slots` lists no key after
+    the token itself, also with N > 1.
+
     Args:
         q: queries [B, N, H, D], bf16, H <= 128. On the CPU also fp32 and float64.
         kv_cache: latent keys of all sequences, in pages: [blocks, page, 1, D] like q, or packed by :func:`pack_kv_fp8`,
             uint8 [blocks, page, 1, 656 for D = 576, 528 for D = 512]. The first `d_v` columns of a key are its value.
             Pages may have any size.
         indices: slots of the selected keys [B, N, K], int32, in any order.
-        sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default.
+        sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default. Models with MLA need another one, that of
+            their heads before absorption: (128 + 64)**-0.5 in DeepSeek-V3.2.
         d_v: head dimension of a value. (D, d_v) is (576, 512) or (512, 512).
         topk_length: number of leading ids in use, int32 [B, N], or [B] for all tokens of a sequence; all by default.
         attn_sink: logit per head [H], fp32 (float64 for float64 inputs), that takes a share of the probability and

@@ -66,15 +66,17 @@ class PagedKVCache:
 
     Args:
         layers: number of layers.
-        num_blocks: number of pages; the pages of a sequence are the same ones in all layers.
+        num_blocks: number of pages (blocks); the pages of a sequence are the same ones in all layers. One more is
+            allocated, to which rows without a sequence are written.
         max_sequences: how many sequences are held at once.
         max_length: most tokens of a sequence.
         page_size: tokens of a page, a multiple of 4 if the indexer's keys are in fp8.
         columns: of a latent key, 576 or 512: those with RoPE are the last 64 of 576.
         index_columns: of a key of the indexer, 64 or 128.
-        dtype: of latent keys: bf16, on the CPU also fp32 and float64; or float8_e4m3fn, the layout of
-            :func:`dsa_ext.pack_kv_fp8` with 656 or 528 bytes per token.
-        index_dtype: of the indexer's keys: float8_e4m3fn with one scale per key, or as for `dtype`.
+        dtype: of latent keys: bf16, on the CPU also fp32 and float64, which is then the dtype of the layers; or
+            float8_e4m3fn, the layout of :func:`dsa_ext.pack_kv_fp8` with 656 or 528 bytes per token, for layers in
+            bf16.
+        index_dtype: of the indexer's keys: float8_e4m3fn with one scale per key, or that of the layers.
     """
 
     def __init__(
@@ -283,7 +285,8 @@ class PagedKVCache:
         return self._index[self._layer(layer)][:-1]
 
     def write(self, layer: int, kv: Tensor) -> None:
-        """Writes the latent keys of the step's tokens, [..., columns] in their order."""
+        """Writes the latent keys of the step's tokens, [..., columns] in their order, in the dtype of the cache; bf16
+        for one in fp8, which packs them."""
         rows = self._rows("kv", kv, self.columns, torch.bfloat16 if self.dtype == FP8 else self.dtype)
         if self.dtype == FP8:
             rows = functional.pack_kv_fp8(rows)
@@ -301,8 +304,9 @@ class PagedKVCache:
             assert scales is not None
             _write(scales, self.step, self._rows("k_scale", k_scale[..., None], 1, torch.float32))
 
-    def gather(self, layer: int, dtype: torch.dtype) -> Tensor:
-        """The latent keys of a step of prefill [T_kv, columns], in the order of its `key_blocks`."""
+    def gather(self, layer: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The latent keys of a step of prefill [T_kv, columns], in the order of its `key_blocks`: those of a cache in
+        fp8 in `dtype`, all others as they are."""
         rows = _gather(self._kv[self._layer(layer)][:, :, 0], self._prefill_step())
         if self.dtype != FP8:
             return rows

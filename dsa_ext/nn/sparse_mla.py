@@ -12,7 +12,7 @@ from dsa_ext.nn.heads import is_plain, multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.paged_cache import FP8, DecodeStep, PagedKVCache, PrefillStep
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
-from dsa_ext.ops._checks import describe
+from dsa_ext.ops._checks import describe, dtype_name
 from dsa_ext.ops._library import as_autocast
 from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, VALUE_COLUMNS, WIDTHS
 
@@ -194,10 +194,13 @@ class SparseMLA(nn.Module):
         page_size: int = 64,
         dtype: torch.dtype | None = None,
     ) -> PagedKVCache:
-        """An empty cache for a model with `layers` layers like this one. `dtype` is that of the latent keys:
-        float8_e4m3fn, or by default the layer's (autocast's if autocast is enabled)."""
+        """An empty cache for a model with `layers` layers like this one. `dtype` is that of the latent keys: by default
+        the layer's own (autocast's if autocast is enabled), and if that is bf16 also float8_e4m3fn. The indexer's keys
+        are in float8_e4m3fn if its precision is "fp8", and otherwise in the layer's own."""
         weight = self.kv_a_proj_with_mqa.weight
         own = as_autocast(weight.detach()[:0]).dtype
+        if dtype == FP8 and own != torch.bfloat16:
+            raise ValueError(f"SparseMLA: dtype may be float8_e4m3fn in bfloat16 layers only, got {dtype_name(own)}")
         return PagedKVCache(
             layers, num_blocks, max_sequences, max_length, page_size=page_size, index_columns=self.indexer.head_dim,
             dtype=own if dtype is None else dtype, index_dtype=FP8 if self.indexer.precision == "fp8" else own,

@@ -49,11 +49,21 @@ for module, name in ((flash_mla, "flash_mla_sparse_bwd"), (deep_gemm, "fp8_gemm_
     )
 
 
+def test_selected_packages(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dsa_ext.compat", "install-shim", str(tmp_path)]
+    subprocess.run([*command, "flash_mla"], cwd=ROOT, check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["flash_mla"]
+    done = subprocess.run([*command, "flashmla"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "PACKAGE must be flash_mla or deep_gemm, got flashmla" in done.stderr
+
+
 def test_installed_library_serves_the_rest(shim: Path, tmp_path: Path) -> None:
     package = tmp_path / "site/deep_gemm"
     package.mkdir(parents=True)
     package.joinpath("__init__.py").write_text(
         "from . import utils\n\ndef fp8_gemm_nt(): return 'theirs'\n\ndef fp8_mqa_logits(): return 'theirs'\n"
+        "\ndef get_num_sms(): return 'theirs'\n"
     )
     package.joinpath("utils.py").write_text("ceil_div = 'theirs'\n")
     run(
@@ -62,7 +72,8 @@ import deep_gemm, deep_gemm.utils
 import dsa_ext.compat.deep_gemm as ours
 from deep_gemm.utils import ceil_div
 
-assert deep_gemm.fp8_gemm_nt() == deep_gemm.utils.ceil_div == ceil_div == "theirs"
+assert deep_gemm.fp8_gemm_nt() == deep_gemm.utils.ceil_div == ceil_div == deep_gemm.get_num_sms() == "theirs"
+assert deep_gemm.set_num_sms is ours.set_num_sms  # this one has none
 assert deep_gemm.fp8_mqa_logits is ours.fp8_mqa_logits
 assert deep_gemm.get_paged_mqa_logits_metadata is ours.get_paged_mqa_logits_metadata
 """,

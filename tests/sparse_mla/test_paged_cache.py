@@ -147,7 +147,7 @@ def test_operators_read_the_pages() -> None:
     cache.prefill([sequence], [7])
     cache.write(1, kv)
     cache.write_index(1, k8, scale)
-    assert torch.equal(cache.gather(1, torch.bfloat16), kv)
+    assert torch.equal(cache.gather(1), kv)
     assert torch.equal(cache.gather_index(1)[0].view(torch.uint8), k8.view(torch.uint8))
     assert torch.equal(cache.gather_index(1)[1], scale)  # type: ignore[arg-type]
     cache.decode([sequence])

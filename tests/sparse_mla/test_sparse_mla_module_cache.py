@@ -238,6 +238,15 @@ def test_a_cache_under_autocast() -> None:
             torch.testing.assert_close(feeder.out(i), whole.out[0], rtol=0.05, atol=0.02)
 
 
+def test_a_cache_in_fp8_is_for_layers_in_bf16() -> None:
+    for dtype in (torch.float32, torch.float64):
+        message = f"SparseMLA: dtype may be float8_e4m3fn in bfloat16 layers only, got {dtype}"
+        with pytest.raises(ValueError, match=message.replace("torch.", "")):
+            make_cache(make_layer(dtype), dtype=FP8)
+    with autocast():
+        assert make_cache(make_layer(torch.float32), dtype=FP8).dtype == FP8
+
+
 def test_errors_of_calls() -> None:
     layer, cache = make_layer(), make_cache(make_layer())
     sequence, x = cache.add(), torch.zeros(1, 1, HIDDEN, dtype=torch.float64)
