@@ -121,7 +121,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             2,
             384,
             ("HGMMA", "LDGSTS", "STSM", "SYNCS", "ACQBULK", *unpacking),
-            spilled=170,
+            spilled=36,
         ),
         "sparse_mla_decode/launch_narrow": Kernels(
             "sparse_mla_decode_narrow_kernel",

@@ -55,9 +55,10 @@ __device__ __forceinline__ constexpr int place_of_factor(int key, int group) {
 //
 //   Feeder feeder(p, shared.raw);   // the first copies begin
 //   while (feeder.has_keys()) {     // the same for all threads of the warpgroup, as is what follows
-//     feeder.unpack(tile, ...);     // the oldest raw stage, to a tile that is free
+//     feeder.prepare(...);          // the oldest raw stage, to a tile that is free
+//     feeder.unpack(r, tile, ...);  // for each round
 //     signal that it is full, after fence_async_proxy
-//     feeder.load();                // the next copies, to the same raw stage
+//     feeder.finish();              // the next copies begin, to the same raw stage
 //   }
 template <int kColumns, int kRawStages, bool kBack>
 struct Feeder {
@@ -87,7 +88,7 @@ struct Feeder {
   }
 
   // A thread's place, read again wherever it is needed: registers are scarce.
-  static __device__ __forceinline__ int thread() { return thread_index() % kWarpgroupThreads; }
+  static __device__ __forceinline__ int thread() { return unsigned(thread_index()) % kWarpgroupThreads; }
   // Of the first round; the second one is kRoundKeys further.
   static __device__ __forceinline__ int key_of(int t) { return t / kWarpThreads * 8 + t / 16 % 2 * 2 + t / 4 % 2; }
   static __device__ __forceinline__ int piece_of(int t) { return t / 8 % 2 * 4 + t % 4; }  // of 128 bytes
@@ -148,39 +149,42 @@ struct Feeder {
   // Whether there is a raw stage to unpack.
   __device__ __forceinline__ bool has_keys() const { return stages >> (kRawStages - 1) * kStageBits & kHasKeys; }
 
-  // Turns the oldest raw stage into the tile at `s_tile`, in chunks of 64 columns. The factors go to `s_factors`, see
-  // place_of_factor. The front half also writes which keys are visible, to `visible`: a bit for each.
-  __device__ __forceinline__ void unpack(uint32_t s_tile, uint32_t s_factors, uint8_t* visible) {
+  // The oldest raw stage becomes the tile at `s_tile`, in chunks of 64 columns: first prepare, then each round of its
+  // keys, then finish. prepare of the front half also writes which keys are visible, to `visible`: a bit for each.
+  __device__ __forceinline__ void prepare(uint8_t* visible) const {
     wait_copies<kRawStages - 1>();
     __syncwarp();  // the scales are copied by other lanes
-    const int t = thread(), key = key_of(t), q = t % 4, half = t / 8 % 2;
-    if constexpr (!kBack) publish_visible(visible, t);
+    if constexpr (!kBack) publish_visible(visible, thread());
+  }
+
+  // The factors of the round's keys go to `s_factors`, see place_of_factor.
+  __device__ __forceinline__ void unpack(int r, uint32_t s_tile, uint32_t s_factors) const {
+    const int t = thread(), k = key_of(t) + r * kRoundKeys, q = t % 4, half = t / 8 % 2;
     const uint32_t s_stage = s_raw + stage * kStageBytes, s_mine = s_stage + t * kPieceBytes;
     const uint32_t s_row = s_tile + (kFirstChunk + half) * kChunkBytes;
-#pragma unroll 1  // unrolled, it needs more registers than there are beside O
-    for (int r = 0; r < kRounds; ++r) {
-      const int k = key + r * kRoundKeys;
-      // Loads before stores, which the compiler would not move them across.
-      const float2 scales = load_shared_pair(s_stage + kScalesAt + k * kScaleBytes + kBack * kHalfGroups * 4);
-      uint4 raw[kHalfGroups];
+    // Loads before stores, which the compiler would not move them across.
+    const float2 scales = load_shared_pair(s_stage + kScalesAt + k * kScaleBytes + kBack * kHalfGroups * 4);
+    uint4 raw[kHalfGroups];
 #pragma unroll
-      for (int g = 0; g < kHalfGroups; ++g) raw[g] = load_shared_words(s_mine + (r * kHalfGroups + g) * kPlaneBytes);
+    for (int g = 0; g < kHalfGroups; ++g) raw[g] = load_shared_words(s_mine + (r * kHalfGroups + g) * kPlaneBytes);
 #pragma unroll
-      for (int g = 0; g < kHalfGroups; ++g) {
-        const SplitScale scale(g == 0 ? scales.x : scales.y);
-        const uint32_t s_pieces = s_row + g * 2 * kChunkBytes + swizzled_offset(k, 2 * q);
-        store_shared(s_pieces, unpack_piece(raw[g].x, raw[g].y, scale.power));
-        store_shared(s_pieces ^ kPieceBytes, unpack_piece(raw[g].z, raw[g].w, scale.power));
-        if (q + half == 0) {
-          store_shared(s_factors + place_of_factor(k, kBack * kHalfGroups + g) * 4, scale.factor);
-        }
-      }
-      if constexpr (kTail) {
-        const uint4 tail = load_shared_words(s_mine + (kRounds * kHalfGroups + r) * kPlaneBytes);
-        store_shared(s_tile + kTailChunk * kChunkBytes + swizzled_offset(k, 2 * q + half), tail);
-      }
+    for (int g = 0; g < kHalfGroups; ++g) {
+      const SplitScale scale(g == 0 ? scales.x : scales.y);
+      const uint32_t s_pieces = s_row + g * 2 * kChunkBytes + swizzled_offset(k, 2 * q);
+      store_shared(s_pieces, unpack_piece(raw[g].x, raw[g].y, scale.power));
+      store_shared(s_pieces ^ kPieceBytes, unpack_piece(raw[g].z, raw[g].w, scale.power));
+      if (q + half == 0) store_shared(s_factors + place_of_factor(k, kBack * kHalfGroups + g) * 4, scale.factor);
     }
-    __syncwarp();  // all lanes have read the scales
+    if constexpr (kTail) {
+      const uint4 tail = load_shared_words(s_mine + (kRounds * kHalfGroups + r) * kPlaneBytes);
+      store_shared(s_tile + kTailChunk * kChunkBytes + swizzled_offset(k, 2 * q + half), tail);
+    }
+  }
+
+  // All lanes have read the scales. The next copies begin, to the same raw stage.
+  __device__ __forceinline__ void finish() {
+    __syncwarp();
+    load();
   }
 
  private:

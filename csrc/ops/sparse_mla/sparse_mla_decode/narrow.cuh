@@ -221,7 +221,7 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
 // O of an item, times the factors of its heads.
 template <bool kBack, int kHeads, class Output>
 __device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, const Output& r_o) {
-  const int thread = thread_index() % kWarpgroupThreads;
+  const int thread = unsigned(thread_index()) % kWarpgroupThreads;
   const int64_t first_row = item.first_row(p);
   const int heads_left = item.heads_left(p);
   constexpr int kFirst = kBack * kValueColumns / 2;
@@ -253,7 +253,7 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
   const auto scale_heads = [&](const auto& factor) {
 #pragma unroll
     for (int i = 0; i < kHeads / 2; ++i) {
-      const float f = factor(column_of_value(i, thread_index() % kWarpThreads));
+      const float f = factor(column_of_value(i, unsigned(thread_index()) % kWarpThreads));
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) r_o(i, chunk, 0) *= f;
     }
@@ -270,7 +270,7 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
       wait(&shared.probs_written, probs_parity);
       probs_parity ^= 1;
       is_last = read_for_warp(shared.is_last_tile);
-      if (__any_sync(~0u, shared.rescale[thread_index() % kHeads] != kExponentOfOne)) {
+      if (__any_sync(~0u, shared.rescale[unsigned(thread_index()) % kHeads] != kExponentOfOne)) {
         scale_heads([&](int h) { return power_of_two(shared.rescale[h]); });
       }
       warpgroup_fence_operand(r_o);

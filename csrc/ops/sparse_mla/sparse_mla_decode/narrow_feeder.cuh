@@ -46,8 +46,8 @@ struct NarrowFeeder {
       : shared(shared), p(p) {}
 
   // The thread's first row of a tile, and its 16 bytes of 64.
-  static __device__ __forceinline__ int row() { return thread_index() % kWarpgroupThreads / kLanesPerKey; }
-  static __device__ __forceinline__ int lane_of_key() { return thread_index() % kLanesPerKey; }
+  static __device__ __forceinline__ int row() { return unsigned(thread_index()) % kWarpgroupThreads / kLanesPerKey; }
+  static __device__ __forceinline__ int lane_of_key() { return unsigned(thread_index()) % kLanesPerKey; }
   // The i-th piece of the tail that this thread copies: rows with different parity differ, as for the other columns.
   static __device__ __forceinline__ int tail_piece(int i) {
     return i / 2 * 8 + (i % 2 ^ row() % 2) * kLanesPerKey + lane_of_key();

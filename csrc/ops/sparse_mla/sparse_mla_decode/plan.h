@@ -22,7 +22,7 @@ inline constexpr int natural_block(int heads) { return heads <= 16 ? 16 : heads 
 
 // Estimated clocks of a tile of 64 keys, by heads of the item.
 inline constexpr int64_t tile_clocks(int block_heads, bool is_packed) {
-  if (is_packed) return block_heads == 64 ? 3800 : block_heads == 32 ? 2700 : 2200;
+  if (is_packed) return block_heads == 64 ? 6500 : block_heads == 32 ? 6000 : 4300;
   return block_heads == 64 ? 3300 : block_heads == 32 ? 2300 : 2000;
 }
 
@@ -30,12 +30,13 @@ inline constexpr int64_t tile_clocks(int block_heads, bool is_packed) {
 inline int64_t plan_clocks(const Plan& plan, int64_t tokens, int heads, int topk, int num_sms, bool is_packed) {
   constexpr int64_t kStart = 2500, kCombine = 3000;  // of an item; of the kernel that combines parts
   constexpr int64_t kBytesPerClock = 20;             // of an SM, to write parts and to read them again
+  constexpr int64_t kNoRoom = 6000;                  // where CTAs on all SMs leave none for a kernel to start early
   const int64_t items = tokens * ceil_div(heads, plan.block_heads) * plan.splits;
   const int64_t tiles = ceil_div(ceil_div(topk, kTileKeys), plan.splits);
   const int64_t clocks = ceil_div(items, num_sms) * (kStart + tiles * tile_clocks(plan.block_heads, is_packed));
   if (plan.splits == 1) return clocks;
   const int64_t bytes = tokens * heads * plan.splits * 512 * 4;
-  return clocks + kCombine + 2 * bytes / (kBytesPerClock * num_sms);
+  return clocks + kCombine + (items * 8 > num_sms * 7 ? kNoRoom : 0) + 2 * bytes / (kBytesPerClock * num_sms);
 }
 
 // The fastest plan by this estimate. With batch_invariant it does not depend on the number of tokens, and keys are not

@@ -10,22 +10,20 @@ namespace dsa::sparse_mla_decode {
 
 using namespace dsa::sm90;
 
-// A scale as a power of two and a factor from 1 to 2, or from -2 to -1. A scale that is infinite or NaN has a factor of
-// NaN: it makes all columns of its block NaN or infinite, and sums of those are NaN.
+// A scale as a power of two and a factor from 1 to 2, or from -2 to -1. Scales that are denormal or 0 have a smaller
+// factor. A scale that is infinite or NaN has a factor of NaN: it makes all sums of columns of its block NaN.
 struct SplitScale {
   uint32_t power;  // as a pair of bf16
   float factor;
 
   __device__ __forceinline__ explicit SplitScale(float scale) {
-    constexpr uint32_t kExponent = 0x7f800000u, kOne = 0x3f800000u;
+    constexpr uint32_t kExponent = 0x7f800000u, kOne = 0x3f800000u, kSmallestNormal = 0x00800000u;
     const uint32_t bits = __float_as_uint(scale), exponent = bits & kExponent;
-    // A denormal scale has a smaller factor.
-    power = exponent == kExponent ? kOne : exponent != 0 ? exponent : scale != 0.f ? 0x00800000u : 0;
-    factor = exponent == kExponent ? NAN
-             : exponent != 0       ? __uint_as_float((bits & ~kExponent) | kOne)
-             : scale != 0.f        ? scale * 0x1p126f
-                                   : 1.f;
+    power = max(exponent, kSmallestNormal);
     power |= power >> 16;
+    factor = exponent == kExponent ? NAN
+             : exponent == 0       ? scale * 0x1p126f
+                                   : __uint_as_float((bits & ~kExponent) | kOne);
   }
 };
 

@@ -4,16 +4,17 @@
 // Warp specialization. Who does what, for tile j of all items, 32 keys:
 //
 //   role           warpgroup  waits on              does                                        signals
-//   value (front)  0          probs_written[j]      O[:, 0:256) = O * rescale + P V             probs_read[j]
-//                                                   columns [0, 256) of tile j + 3              full[j + 3]
-//                                                   after an item's last tile: stores O
-//   value (back)   1          probs_written[j]      O[:, 256:512), the same                     probs_read[j]
-//                                                   the other columns of tile j + 3             full[j + 3]
+//   value (front)  0          probs_written[j]      half of columns [0, 256) of tile j + 2,
+//                                                   then O[:, 0:256) = O * rescale + P V and
+//                                                   meanwhile the other half                    full[j + 2]
+//                                                   after an item's last tile: stores O         probs_read[j]
+//   value (back)   1          probs_written[j]      O[:, 256:512) and the other columns,        full[j + 2]
+//                                                   in the same order                           probs_read[j]
 //   score          2          full[j]               S = Q K^T                                   probs_written[j - 1]
 //                             probs_read[j - 2]     softmax, P; after an item's last tile: lse  and then [j]
 //                                                   and the last factor of O
 //
-// Packed keys arrive by cp.async, three tiles ahead of those in shared memory, and the value warpgroups turn them into
+// Packed keys arrive by cp.async, two tiles ahead of those that are unpacked, and the value warpgroups turn them into
 // bf16 (feeder.cuh): numbers of e4m3 times the power of two in their scale, which is exact. The rest of each scale, a
 // factor from 1 to 2, multiplies the sums of S over a group of 128 columns, and P: each group of value columns has its
 // own P.

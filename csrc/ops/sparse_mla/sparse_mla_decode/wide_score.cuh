@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_queries(WideStorage<kColumns>& shared, cons
                                              uint32_t* q_words) {
   constexpr int kPairs = kRegisterSteps / 2, kPieces = kChunkColumns / kPieceColumns;
   constexpr int kSharedPieces = (kColumns / kChunkColumns - kSharedQChunk) * kWideHeads * kPieces;
-  const int thread = thread_index() % kWarpgroupThreads, lane = thread % kWarpThreads;
+  const int thread = unsigned(thread_index()) % kWarpgroupThreads, lane = thread % kWarpThreads;
   const int row = thread / kWarpThreads * 16 + lane / 4, heads = item.heads_left(p);
   const auto* g_q =
       static_cast<const Bf16*>(p.q) + item.b * p.q_stride_b + item.n * p.q_stride_n + item.first_head(p) * p.q_stride_h;

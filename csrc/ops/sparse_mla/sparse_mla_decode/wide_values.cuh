@@ -40,60 +40,72 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns>& shared, c
   mma.accumulate_ = GMMA::ScaleOut::One;
   Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kHalfColumns>>{});
   Feeder<kColumns, kRawStages, kBack> feeder(p, shared.raw);
-  const auto refill = [&](int slot) {
-    if (!feeder.has_keys()) return;
-    feeder.unpack(shared_address(shared.tiles[slot]), shared_address(shared.factors[slot]), shared.visible[slot]);
+  // Half of the next raw keys to a slot; the slot is full after both.
+  const auto unpack_first = [&](int slot) {
+    feeder.prepare(shared.visible[slot]);
+    feeder.unpack(0, shared_address(shared.tiles[slot]), shared_address(shared.factors[slot]));
+  };
+  const auto unpack_second = [&](int slot) {
+    feeder.unpack(1, shared_address(shared.tiles[slot]), shared_address(shared.factors[slot]));
     fence_async_proxy();
     arrive(&shared.full[slot]);
-    feeder.load();
+    feeder.finish();
   };
   const auto scale_rows = [&](float a, float b) {
 #pragma unroll
     for (int i = 0; i < size(r_o); ++i) r_o(i) *= i / 2 % 2 ? b : a;
   };
 
-  int tile = -kTiles;  // of all items; before the first one, the ring is filled
+  static_assert(kRounds == 2);
+  // This thread's rows of O are this one and the eighth after it. Read again wherever it is needed: registers are
+  // scarce.
+  const auto first_row = [] {
+    const unsigned thread = thread_index();
+    return thread % kWarpgroupThreads / kWarpThreads * 16 + thread % kWarpThreads / 4;
+  };
+  for (int i = 0; i < kTiles - 1 && feeder.has_keys(); ++i) unpack_first(i), unpack_second(i);
+  unsigned tile = 0;  // of all items
   int item;
   do {
     clear(r_o);
-    item = -1;
     do {
-      const int slot = (tile + kTiles) % kTiles, probs_slot = tile % kProbsStages;
-      if (tile >= 0) {
-        const int thread = thread_index() % kWarpgroupThreads;
-        const int row = thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
-        Tensor s_p = make_tensor(make_smem_ptr(shared.probs[probs_slot][kBack]),
-                                 HeadsByColumns<kWideHeads, kHalfGroups * kWideKeys>{});
-        Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[slot] + kBack * kHalfColumns * kWideKeys),
-                                 ColumnsByHeads<kHalfColumns, kWideKeys>{});
-        Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
-        Tensor r_v = mma.get_slice(thread).partition_fragment_B(s_v);
-        wait(&shared.probs_written[probs_slot], tile / kProbsStages % 2);
-        item = shared.finished_item[probs_slot];
-        const int exponents[2] = {shared.rescale[probs_slot][row], shared.rescale[probs_slot][row + 8]};
-        if (__any_sync(~0u, (exponents[0] & exponents[1]) != kExponentOfOne)) {
-          scale_rows(power_of_two(exponents[0]), power_of_two(exponents[1]));
-        }
-        warpgroup_fence_operand(r_o);
-        warpgroup_arrive();
-#pragma unroll
-        for (int n = 0; n < kHalfGroups; ++n) {
-#pragma unroll
-          for (int k = 0; k < size<2>(r_v); ++k) {
-            gemm(mma, r_p(_, 0, n * size<2>(r_v) + k), r_v(_, n, k), r_o(_, 0, n));
-          }
-        }
-        warpgroup_commit_batch();
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(r_o);
-        if (item >= 0) scale_rows(shared.finish[probs_slot][row], shared.finish[probs_slot][row + 8]);
-        arrive(&shared.probs_read[probs_slot]);
-        sync_warpgroup<kBarrier>();  // all warps have multiplied by the tile
+      // The slot of the tile before receives the tile after the next: one half before P is awaited, the other half
+      // during P V.
+      const int slot = tile % kTiles, next_slot = (tile + kTiles - 1) % kTiles, probs_slot = tile % kProbsStages;
+      const bool has_keys = feeder.has_keys();
+      if (has_keys) unpack_first(next_slot);
+      const int thread = unsigned(thread_index()) % kWarpgroupThreads, row = first_row();
+      Tensor s_p = make_tensor(make_smem_ptr(shared.probs[probs_slot][kBack]),
+                               HeadsByColumns<kWideHeads, kHalfGroups * kWideKeys>{});
+      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[slot] + kBack * kHalfColumns * kWideKeys),
+                               ColumnsByHeads<kHalfColumns, kWideKeys>{});
+      Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
+      Tensor r_v = mma.get_slice(thread).partition_fragment_B(s_v);
+      wait(&shared.probs_written[probs_slot], tile / kProbsStages % 2);
+      const int exponents[2] = {shared.rescale[probs_slot][row], shared.rescale[probs_slot][row + 8]};
+      if (__any_sync(~0u, (exponents[0] & exponents[1]) != kExponentOfOne)) {
+        scale_rows(power_of_two(exponents[0]), power_of_two(exponents[1]));
       }
-      refill(slot);
+      warpgroup_fence_operand(r_o);
+      warpgroup_arrive();
+#pragma unroll
+      for (int n = 0; n < kHalfGroups; ++n) {
+#pragma unroll
+        for (int k = 0; k < size<2>(r_v); ++k) {
+          gemm(mma, r_p(_, 0, n * size<2>(r_v) + k), r_v(_, n, k), r_o(_, 0, n));
+        }
+      }
+      warpgroup_commit_batch();
+      if (has_keys) unpack_second(next_slot);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(r_o);
+      item = shared.finished_item[probs_slot];
+      if (item >= 0) scale_rows(shared.finish[probs_slot][first_row()], shared.finish[probs_slot][first_row() + 8]);
+      arrive(&shared.probs_read[probs_slot]);
+      sync_warpgroup<kBarrier>();  // all warps have multiplied by the tile
       ++tile;
     } while (item < 0);
-    store_output<kBack>(p, Item(p, item), r_o, thread_index() % kWarpgroupThreads);
+    store_output<kBack>(p, Item(p, item), r_o, unsigned(thread_index()) % kWarpgroupThreads);
   } while (item + static_cast<int>(gridDim.x) < p.items);
 }
 
