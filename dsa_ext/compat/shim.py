@@ -11,7 +11,8 @@ from importlib.util import module_from_spec
 from pathlib import Path
 
 NAMES = ("flash_mla", "deep_gemm")
-_SOURCE = '''"""{name} on dsa_ext, written by `python -m dsa_ext.compat install-shim`."""
+_MARK = "on dsa_ext, written by `python -m dsa_ext.compat install-shim`"
+_SOURCE = f'''"""{{name}} {_MARK}."""
 
 from dsa_ext.compat import shim
 
@@ -20,8 +21,15 @@ shim.load(__name__, __path__)
 
 
 def install(folder: Path) -> list[Path]:
-    """Writes the packages into `folder`, which then has to be first on PYTHONPATH. Returns the files."""
+    """Writes the packages into `folder`, which then has to be first on PYTHONPATH. Returns the files.
+
+    Raises:
+        FileExistsError: a file there is not a shim. Nothing was written.
+    """
     paths = [folder / name / "__init__.py" for name in NAMES]
+    for path in paths:
+        if path.exists() and _MARK not in path.read_text(errors="replace"):
+            raise FileExistsError(f"{path} is not a shim of dsa_ext: give another folder")
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_SOURCE.format(name=path.parent.name))
