@@ -265,6 +265,7 @@ def test_vmap_keeps_gradients() -> None:
 CAST = {
     "sparse_mla_fwd": ("q", "kv"),
     "sparse_mla_max_fwd": ("q", "kv"),
+    "sparse_mla_decode": ("q",),
     "attn_dist": ("q", "kv"),
     "indexer_logits": ("q", "k"),
     "indexer_topk": ("q", "k"),

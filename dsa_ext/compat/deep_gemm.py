@@ -1,6 +1,7 @@
 """The indexer logits of deep_gemm, with its signatures and conventions, on the operators of this package.
 
-The functions are those of DeepGEMM at commit 54e2261, for fp8. What is not served raises NotImplementedError.
+The functions are those of DeepGEMM at commit 54e2261, for fp8. Their results have no gradient; :func:`indexer_logits`
+has. What is not served raises NotImplementedError.
 """
 
 from typing import Any, NoReturn
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext import functional as functional  # which registers the operators
+from dsa_ext.compat._calls import check_paged, check_tensors, fail, without_gradient
 
 __all__ = [
     "fp8_fp4_mqa_logits",
@@ -75,9 +77,14 @@ def fp8_mqa_logits(
     Raises:
         RuntimeError: an argument is invalid; the message names it.
     """
+    if not isinstance(kv, (tuple, list)) or len(kv) != 2 or not all(isinstance(part, Tensor) for part in kv):
+        fail("fp8_mqa_logits", "kv", "two tensors, keys and their scales", kv)
     bounds = (cu_seq_len_k_start, cu_seq_len_k_end)
+    check_tensors("fp8_mqa_logits", q=q, weights=weights, cu_seq_len_k_start=bounds[0], cu_seq_len_k_end=bounds[1])
+    if max_seqlen_k < 0:
+        fail("fp8_mqa_logits", "max_seqlen_k", "at least 0", max_seqlen_k)
     if max_seqlen_k == 0:
-        result: Tensor = _indexer_logits(q, kv[0], weights, *bounds, kv[1], clean_logits)
+        result: Tensor = without_gradient(_indexer_logits, q, kv[0], weights, *bounds, kv[1], clean_logits)
         return result
     if clean_logits:
         raise RuntimeError("fp8_mqa_logits: clean_logits must be False with max_seqlen_k, got True")
@@ -93,7 +100,8 @@ def _from_first_key(
     offsets = torch.arange(columns, device=q.device)
     for first in range(0, rows if keys else 0, step):
         run = slice(first, first + step)
-        logits = _indexer_logits(q[run], kv[0], weights[run], starts[run], ends[run], kv[1], False)
+        parts = (weights[run], starts[run], ends[run])
+        logits = without_gradient(_indexer_logits, q[run], kv[0], *parts, kv[1], False)
         places = (starts[run, None].clamp(min=0) + offsets).clamp_(max=keys - 1)
         torch.gather(logits, 1, places, out=result[run])
     return result
@@ -173,8 +181,11 @@ def fp8_paged_mqa_logits(
     """
     if indices is not None:
         _not_served("indices of fp8_paged_mqa_logits, which queries share a sequence")
-    cache = kv_cache.squeeze(2)
-    result: Tensor = _indexer_logits_paged(q, cache, weights, context_lens, block_table, max_context_len, clean_logits)
+    tables = {"context_lens": context_lens, "block_table": block_table}
+    check_tensors("fp8_paged_mqa_logits", q=q, kv_cache=kv_cache, weights=weights, **tables)
+    check_paged("fp8_paged_mqa_logits", "kv_cache", kv_cache)
+    args = (q, kv_cache.squeeze(2), weights, context_lens, block_table, max_context_len, clean_logits)
+    result: Tensor = without_gradient(_indexer_logits_paged, *args)
     return result
 
 

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from dsa_ext import functional as functional  # which registers the operators
+from dsa_ext.compat._calls import check_lengths, check_paged, check_tensors, fail, without_gradient
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -21,12 +21,12 @@ __all__ = [
     "get_mla_metadata",
 ]
 
-_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _forward = torch.ops.dsa.sparse_mla_fwd.default
 _forward_with_max = torch.ops.dsa.sparse_mla_max_fwd.default
 _decode = torch.ops.dsa.sparse_mla_decode.default
 #: Bytes per token of the caches of DeepSeek-V3.2, with and without rope columns, and of DeepSeek-V4.
 _V32, _V32_NO_ROPE, _V4 = 656, 528, 584
+_PACKED = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -35,13 +35,6 @@ def __getattr__(name: str) -> NoReturn:
 
 def _not_served(text: str) -> NoReturn:
     raise NotImplementedError(f"dsa_ext.compat.flash_mla does not serve {text}")
-
-
-def _without_gradient(op: Any, *args: Any) -> Any:
-    if is_compiling():
-        return op(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
-    with _BelowAutograd():
-        return op._op(*args)
 
 
 @dataclass
@@ -105,15 +98,17 @@ def flash_mla_sparse_fwd(
         _not_served("out of flash_mla_sparse_fwd, a tensor for the result")
     if indexer_topk:
         _not_served("indexer_topk of flash_mla_sparse_fwd, a second lse")
+    check_tensors("flash_mla_sparse_fwd", q=q, kv=kv, indices=indices)
+    check_lengths("flash_mla_sparse_fwd", "topk_length", topk_length)
     lengths = None if topk_length is None else topk_length.unsqueeze(0)
     args = (q.unsqueeze(0), kv.unsqueeze(0), indices.unsqueeze(0), sm_scale, d_v)
     options = (False, 0, 1, lengths, None, None, attn_sink, False)
     if return_log2_lse is None:
-        result, lse, max_logits = _without_gradient(_forward_with_max, *args, *options, True)
+        result, lse, max_logits = without_gradient(_forward_with_max, *args, *options, True)
         return result[0], max_logits[0], lse[0]
     if return_log2_lse:
         _not_served("return_log2_lse=True of flash_mla_sparse_fwd")
-    return _without_gradient(_forward, *args, *options)[0][0], None, None
+    return without_gradient(_forward, *args, *options)[0][0], None, None
 
 
 def flash_mla_with_kvcache(
@@ -173,14 +168,21 @@ def flash_mla_with_kvcache(
         _not_served("descale_q and descale_k of flash_mla_with_kvcache")
     if causal:
         raise RuntimeError("flash_mla_with_kvcache: causal must be False with indices, got True")
-    if k_cache.element_size() == 1:
+    check_tensors("flash_mla_with_kvcache", q=q, k_cache=k_cache, indices=indices)
+    check_paged("flash_mla_with_kvcache", "k_cache", k_cache)
+    check_lengths("flash_mla_with_kvcache", "topk_length", topk_length)
+    if k_cache.dtype in _PACKED:
         _check_format(k_cache, kv_format)
         if k_cache.dtype != torch.uint8:
             k_cache = k_cache.view(torch.uint8)
-    if topk_length is not None:
+    elif k_cache.dtype != torch.bfloat16:
+        fail("flash_mla_with_kvcache", "k_cache", "uint8, int8, float8_e4m3fn or bfloat16", k_cache)
+    elif kv_format is not None:
+        fail("flash_mla_with_kvcache", "kv_format", "None with a cache in bfloat16", repr(kv_format))
+    if topk_length is not None and q.dim() == 4:
         topk_length = topk_length.unsqueeze(1).expand(-1, q.shape[1])
     options = (softmax_scale, head_dim_v, topk_length, attn_sink, enable_batch_invariant, True)
-    out, lse = _without_gradient(_decode, q, k_cache, indices, *options)
+    out, lse = without_gradient(_decode, q, k_cache, indices, *options)
     return out, lse.transpose(1, 2)
 
 

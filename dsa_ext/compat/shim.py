@@ -15,7 +15,8 @@ from pathlib import Path
 NAMES = ("flash_mla", "deep_gemm")
 #: Served functions that remain those of an installed library: its other functions, such as GEMMs, obey them.
 _THEIRS = ("get_num_sms", "set_num_sms")
-_SOURCE = '''"""{name} on dsa_ext, written by `python -m dsa_ext.compat install-shim`."""
+_MARK = "on dsa_ext, written by `python -m dsa_ext.compat install-shim`"
+_SOURCE = f'''"""{{name}} {_MARK}."""
 
 from dsa_ext.compat import shim
 
@@ -24,8 +25,15 @@ shim.load(__name__, __path__)
 
 
 def install(folder: Path, names: Sequence[str] = NAMES) -> list[Path]:
-    """Writes packages of these names into `folder`, which then has to be first on PYTHONPATH. Returns the files."""
+    """Writes packages of these names into `folder`, which then has to be first on PYTHONPATH. Returns the files.
+
+    Raises:
+        FileExistsError: a file there is not a shim. Nothing was written.
+    """
     paths = [folder / name / "__init__.py" for name in names]
+    for path in paths:
+        if path.exists() and _MARK not in path.read_text(errors="replace"):
+            raise FileExistsError(f"{path} is not a shim of dsa_ext: give another folder")
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_SOURCE.format(name=path.parent.name))

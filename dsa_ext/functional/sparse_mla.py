@@ -326,7 +326,7 @@ def sparse_mla_decode(
     The slot of position `offset` in page `block` is block * page + offset. An id that names no slot of the cache is
     padding, at any place in the list, and so are the ids from topk_length[b, n] on. Nothing but the listed keys is
     read: all else in the cache may hold anything. A token without a key has out = 0 and lse = -inf. An id that is
-    listed twice counts twice.
+    listed twice counts twice. Slots from 2^31 on cannot be listed.
 
     There is no causal mask: the list alone decides. :func:`indexer_topk_paged` with `return_slots` lists no key after
     the token itself, also with N > 1.
@@ -363,7 +363,7 @@ def sparse_mla_decode(
     """
     lengths = topk_length
     try:
-        if lengths is not None and lengths.dim() == 1:
+        if lengths is not None and lengths.dim() == 1 and q.dim() == 4 and len(lengths) == len(q):
             lengths = lengths[:, None].expand(-1, q.shape[1])
         result: tuple[Tensor, Tensor] = torch.ops.dsa.sparse_mla_decode.default(
             q, kv_cache, indices, sm_scale, d_v, lengths, attn_sink, batch_invariant

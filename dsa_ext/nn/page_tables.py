@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class CacheFullError(RuntimeError):
-    """A PagedKVCache has too few free pages, or holds as many sequences as it can. Nothing was changed: free or evict
-    something, then repeat the call."""
+    """A PagedKVCache has too few free pages, or holds as many sequences as it can. No sequence was changed: free or
+    evict something, then repeat the call."""
 
 
 class PageTables:
@@ -22,7 +22,7 @@ class PageTables:
 
     def __init__(self, num_blocks: int, max_sequences: int, max_length: int, page_size: int) -> None:
         self.num_blocks, self.page_size, self.max_length = num_blocks, page_size, max_length
-        self.tables = torch.full((max_sequences + 1, -(-max_length // page_size)), -1, dtype=torch.int32)
+        self.tables = torch.full((max_sequences + 1, -(-max_length // page_size)), -1, dtype=torch.int32, device="cpu")
         self.lengths: dict[int, int] = {}
         self._rows: dict[int, int] = {}
         self._names = itertools.count()
@@ -38,7 +38,7 @@ class PageTables:
         return len(self._free_blocks)
 
     def row(self, sequence: int) -> int:
-        if sequence not in self._rows:
+        if type(sequence) is not int or sequence not in self._rows:
             _fail(f"there is no sequence {sequence!r}; those in the cache are {sorted(self._rows)}")
         return self._rows[sequence]
 
@@ -55,14 +55,14 @@ class PageTables:
 
     def extend(self, sequences: Sequence[int], tokens: Sequence[int]) -> None:
         """Reserves pages for so many further tokens of each sequence, and adds them to its length."""
-        if len(set(sequences)) != len(sequences):
-            _fail(f"sequences must be distinct, got {list(sequences)}")
         wanted = []
         for sequence, count in zip(sequences, tokens, strict=True):
             row, length = self.row(sequence), self.lengths[sequence]
             if length + count > self.max_length:
                 _fail(f"sequence {sequence} has {length} tokens: {count} more exceed max_length={self.max_length}")
             wanted.append((row, range(self._pages(length), self._pages(length + count))))
+        if len(set(sequences)) != len(sequences):
+            _fail(f"sequences must be distinct, got {list(sequences)}")
         missing = sum(len(pages) for _, pages in wanted)
         if missing > len(self._free_blocks):
             free = f"{len(self._free_blocks)} of {self.num_blocks} are free"
@@ -70,11 +70,13 @@ class PageTables:
         for sequence, count, (row, pages) in zip(sequences, tokens, wanted, strict=True):
             blocks = [self._free_blocks.pop() for _ in pages]
             if blocks:
-                self.tables[row, pages.start : pages.stop] = torch.tensor(blocks, dtype=torch.int32)
+                self.tables[row, pages.start : pages.stop] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
             self.lengths[sequence] += count
 
     def truncate(self, sequence: int, length: int) -> None:
         row = self.row(sequence)
+        if type(length) is not int:
+            _fail(f"length must be an int, got {length!r}")
         if not 0 <= length <= self.lengths[sequence]:
             _fail(f"sequence {sequence} has {self.lengths[sequence]} tokens, and cannot be truncated to {length}")
         if length % self.page_size != 0 and self.tables[row, length // self.page_size] < 0:
@@ -90,8 +92,10 @@ class PageTables:
     def evict(self, sequence: int, pages: Iterable[int]) -> None:
         """Frees pages of a sequence: page i holds its tokens from i * page_size on. Pages that were evicted stay so."""
         row, full = self.row(sequence), self.lengths[sequence] // self.page_size
+        if not isinstance(pages, Iterable):
+            _fail(f"pages must be a list of int, got {pages!r}")
         pages = list(pages)
-        if not all(0 <= page < full for page in pages):
+        if not all(type(page) is int and 0 <= page < full for page in pages):
             _fail(f"pages must be from 0 to {full - 1}, the full pages of sequence {sequence}, got {pages}")
         for page in pages:
             self._release(self.tables[row, page : page + 1])
@@ -99,7 +103,7 @@ class PageTables:
     def indices(self) -> Tensor:
         """For each page its index in its sequence [num_blocks], int32; -1 for free pages."""
         rows, columns = (self.tables >= 0).nonzero(as_tuple=True)
-        index = torch.full((self.num_blocks,), -1, dtype=torch.int32)
+        index = torch.full((self.num_blocks,), -1, dtype=torch.int32, device="cpu")
         index[self.tables[rows, columns].long()] = columns.int()
         return index
 

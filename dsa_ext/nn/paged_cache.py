@@ -77,6 +77,8 @@ class PagedKVCache:
             float8_e4m3fn, the layout of :func:`dsa_ext.pack_kv_fp8` with 656 or 528 bytes per token, for layers in
             bf16.
         index_dtype: of the indexer's keys: float8_e4m3fn with one scale per key, or that of the layers.
+        batch_invariant: layers pass it to :func:`dsa_ext.sparse_mla_decode`: a token's attention then has bits that do
+            not depend on the other sequences of the step. Small batches take longer.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class PagedKVCache:
         index_columns: int = 128,
         dtype: torch.dtype = torch.bfloat16,
         index_dtype: torch.dtype = FP8,
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         numbers = {"layers": layers, "num_blocks": num_blocks, "max_sequences": max_sequences}
@@ -109,32 +112,37 @@ class PagedKVCache:
             _fail(f"page_size must be a multiple of 4 with keys of the indexer in float8_e4m3fn, got {page_size}")
         self.layers, self.num_blocks, self.page_size, self.max_length = layers, num_blocks, page_size, max_length
         self.columns, self.index_columns, self.dtype, self.index_dtype = columns, index_columns, dtype, index_dtype
-        self.max_sequences = max_sequences
-        self._tables = PageTables(num_blocks, max_sequences, max_length, page_size)
-        pages = num_blocks + 1  # the last takes what rows without a sequence write
+        self.max_sequences, self.batch_invariant = max_sequences, batch_invariant
+        with torch.inference_mode(False):  # memory that may also be written outside of inference mode
+            self._allocate(device)
+        self._step: DecodeStep | PrefillStep | None = None
+        self._rope_tables: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def _allocate(self, device: torch.device | str | None) -> None:
+        columns, page_size = self.columns, self.page_size
+        self._tables = PageTables(self.num_blocks, self.max_sequences, self.max_length, page_size)
+        pages = self.num_blocks + 1  # the last takes what rows without a sequence write
 
         def memory(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-            return [torch.empty(pages, *shape, device=device, dtype=dtype) for _ in range(layers)]
+            return [torch.empty(pages, *shape, device=device, dtype=dtype) for _ in range(self.layers)]
 
         self._kv = (
             memory((page_size, 1, packed_bytes(columns)), torch.uint8)
-            if dtype == FP8
-            else memory((page_size, 1, columns), dtype)
+            if self.dtype == FP8
+            else memory((page_size, 1, columns), self.dtype)
         )
         self._index = (
-            memory((page_size, index_columns + 4), torch.uint8)
-            if index_dtype == FP8
-            else memory((page_size, index_columns), index_dtype)
+            memory((page_size, self.index_columns + 4), torch.uint8)
+            if self.index_dtype == FP8
+            else memory((page_size, self.index_columns), self.index_dtype)
         )
         self.device = self._kv[0].device
         # What a step of decoding reads: three int64 per token, and the int32 of each sequence.
         self._words = torch.zeros(
-            3 * MAX_TOKENS * max_sequences + -(-max_sequences // 2), device=self.device, dtype=torch.int64
+            3 * MAX_TOKENS * self.max_sequences + -(-self.max_sequences // 2), device=self.device, dtype=torch.int64
         )
         self._block_table = self._tables.tables[:-1].to(self.device, copy=True)
         self._uploaded = self._tables.tables[:-1].clone()  # what _block_table has
-        self._step: DecodeStep | PrefillStep | None = None
-        self._rope_tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
     @property
     def step(self) -> DecodeStep | PrefillStep:
@@ -172,13 +180,13 @@ class PagedKVCache:
 
     def free(self, sequence: int) -> None:
         """Removes a sequence."""
-        self._step = None
         self._tables.free(sequence)
+        self._step = None
 
     def truncate(self, sequence: int, length: int) -> None:
         """Keeps the first `length` tokens: the others were rejected, for example by speculative decoding."""
-        self._step = None
         self._tables.truncate(sequence, length)
+        self._step = None
 
     def evict(self, sequence: int, pages: Iterable[int]) -> None:
         """Frees some pages of a sequence. Their tokens are not attended to any more; the positions of all other tokens
@@ -188,8 +196,8 @@ class PagedKVCache:
             sequence: name of the sequence.
             pages: indices into :meth:`blocks`. Page i holds the tokens from i * page_size on; only full ones.
         """
-        self._step = None
         self._tables.evict(sequence, pages)
+        self._step = None
 
     def prefill(self, sequences: Sequence[int], tokens: Sequence[int]) -> None:
         """Begins a step with the next `tokens[i]` tokens of `sequences[i]`, packed: layers take x [1, T, hidden_size].
@@ -197,26 +205,27 @@ class PagedKVCache:
         A long prompt may come in several chunks, a step for each.
 
         Raises:
-            CacheFullError: there are too few free pages. Nothing was changed.
-            ValueError: an argument is wrong; nothing was changed.
+            CacheFullError: there are too few free pages. No sequence was changed, and no step was begun.
+            ValueError: an argument is wrong; no sequence was changed.
         """
         sequences, tokens = list(sequences), list(tokens)
-        if not sequences or len(tokens) != len(sequences) or not all(isinstance(n, int) and n > 0 for n in tokens):
+        if not sequences or len(tokens) != len(sequences) or not all(type(n) is int and n > 0 for n in tokens):
             _fail(f"prefill takes a positive number of tokens for each sequence, got {tokens} for {sequences}")
         self._check_not_captured()
+        self._step = None
         self._tables.extend(sequences, tokens)
         page = self.page_size
-        first_keys = torch.full((self.num_blocks + 1,), -page, dtype=torch.int32)
+        first_keys = torch.full((self.num_blocks + 1,), -page, dtype=torch.int32, device="cpu")
         places: list[tuple[Tensor, ...]] = []
         first = 0  # key of the sequence
         for sequence, count in zip(sequences, tokens, strict=True):
             table, length = self._tables.table(sequence).long(), self._tables.lengths[sequence]
-            positions = torch.arange(length - count, length)
+            positions = torch.arange(length - count, length, device="cpu")
             kept = table[table >= 0]
             keys = len(kept) * page - -length % page  # only the last page may be partly filled
-            first_keys[kept] = torch.arange(first, first + len(kept) * page, page, dtype=torch.int32)
-            rows = torch.arange(len(kept) * page)[:keys]
-            ends = torch.arange(first + keys - count + 1, first + keys + 1, dtype=torch.int32)
+            first_keys[kept] = torch.arange(first, first + len(kept) * page, page, dtype=torch.int32, device="cpu")
+            rows = torch.arange(keys, device="cpu")
+            ends = torch.arange(first + keys - count + 1, first + keys + 1, dtype=torch.int32, device="cpu")
             places.append(
                 (
                     positions,
@@ -243,26 +252,28 @@ class PagedKVCache:
         ignored.
 
         Raises:
-            CacheFullError: there are too few free pages. Nothing was changed.
-            ValueError: an argument is wrong; nothing was changed.
+            CacheFullError: there are too few free pages. No sequence was changed, and no step was begun.
+            ValueError: an argument is wrong; no sequence was changed.
         """
         sequences = list(sequences)
-        if not isinstance(tokens, int) or not 1 <= tokens <= MAX_TOKENS:
+        if type(tokens) is not int or not 1 <= tokens <= MAX_TOKENS:
             _fail(f"decode takes 1 to {MAX_TOKENS} tokens of each sequence, got {tokens!r}; prefill takes more")
         if not 1 <= len(sequences) <= self.max_sequences:
             _fail(f"decode takes 1 to max_sequences={self.max_sequences} sequences, got {len(sequences)}")
         self._check_not_captured()
         named = [sequence for sequence in sequences if sequence is not None]
+        self._step = None
         self._tables.extend(named, [tokens] * len(named))
         batch, page = len(sequences), self.page_size
-        rows = torch.tensor([self._tables.empty_row if s is None else self._tables.row(s) for s in sequences])
-        lengths = torch.tensor([0 if s is None else self._tables.lengths[s] for s in sequences])
-        table = self._tables.tables[rows]
-        positions = (lengths[:, None] + torch.arange(-tokens, 0)).clamp(min=0)
+        tables = self._tables
+        rows = [tables.empty_row if s is None else tables.row(s) for s in sequences]
+        lengths = torch.tensor([0 if s is None else tables.lengths[s] for s in sequences], device="cpu")
+        table = tables.tables[torch.tensor(rows, device="cpu")]
+        positions = (lengths[:, None] + torch.arange(-tokens, 0, device="cpu")).clamp(min=0)
         blocks = table.gather(1, positions // page).long()
         blocks = torch.where(blocks < 0, self.num_blocks, blocks)
         words = torch.stack([positions, blocks, positions % page]).flatten()
-        bounds = torch.zeros(-(-batch // 2) * 2, dtype=torch.int32)
+        bounds = torch.zeros(-(-batch // 2) * 2, dtype=torch.int32, device="cpu")
         bounds[:batch] = lengths
         self._upload(self._words, torch.cat([words, bounds.view(torch.int64)]))
         if not torch.equal(table, self._uploaded[:batch]):
@@ -333,7 +344,8 @@ class PagedKVCache:
 
     def positions_of(self, ids: Tensor) -> Tensor:
         """Positions, in their own sequences, of the tokens in these cache slots, such as the ids that a layer selected:
-        int32, -1 for slots that no sequence has."""
+        int32, -1 for slots of pages that no sequence has. What a sequence's last page has beyond its tokens counts as
+        the positions that come next."""
         index = self._uploaded_copy(self._tables.indices())
         block = ids // self.page_size
         valid = (ids >= 0) & (block < self.num_blocks)

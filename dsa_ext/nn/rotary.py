@@ -80,23 +80,27 @@ class PlacedRows:
     """Positions of rows, with tables for these from `tables`, which are those of all positions up to a length: a layer
     that is called for few rows would spend more time on its own than on them.
 
-    `tables` is filled on first use, but not in the capture of a CUDA graph, to which the memory would belong.
+    `tables` is filled on first use, but not in the capture of a CUDA graph, to which the memory would belong,
+    nor with fake tensors or other subclasses, which later calls could not use.
     """
 
     def __init__(self, positions: Tensor, length: int, tables: dict[tuple[Any, ...], tuple[Tensor, Tensor]]) -> None:
         self.positions, self.length = positions, length
-        self._of_all, self._of_these = tables, dict[tuple[Any, ...], tuple[Tensor, Tensor]]()
+        self._of_all = tables
+        self._of_these: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def tables(self, x: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
         """See rope_tables."""
         key = theta, columns, yarn, x.dtype
         if key not in self._of_these:
             like = x.new_empty(1, self.length, 0)
-            if key not in self._of_all and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                every = torch.arange(self.length, device=x.device)
-                self._of_all[key] = rope_tables(like, every, theta, columns, yarn)
-            if key in self._of_all:
-                cos, sin = self._of_all[key]
+            every = self._of_all.get(key)
+            if every is None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                every = rope_tables(like, torch.arange(self.length, device=x.device), theta, columns, yarn)
+                if type(every[0]) is Tensor:
+                    self._of_all[key] = every
+            if every is not None:
+                cos, sin = every
                 self._of_these[key] = cos[0, self.positions], sin[0, self.positions]
             else:
                 self._of_these[key] = rope_tables(like, self.positions, theta, columns, yarn)

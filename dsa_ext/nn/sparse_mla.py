@@ -193,6 +193,7 @@ class SparseMLA(nn.Module):
         *,
         page_size: int = 64,
         dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
     ) -> PagedKVCache:
         """An empty cache for a model with `layers` layers like this one. `dtype` is that of the latent keys: by default
         the layer's own (autocast's if autocast is enabled), and if that is bf16 also float8_e4m3fn. The indexer's keys
@@ -204,7 +205,7 @@ class SparseMLA(nn.Module):
         return PagedKVCache(
             layers, num_blocks, max_sequences, max_length, page_size=page_size, index_columns=self.indexer.head_dim,
             dtype=own if dtype is None else dtype, index_dtype=FP8 if self.indexer.precision == "fp8" else own,
-            device=weight.device,
+            batch_invariant=batch_invariant, device=weight.device,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -295,7 +296,8 @@ class SparseMLA(nn.Module):
             return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, None, ids)
         key_weight, value_weight = self._weights(self._kv_b())
         q = absorbed_queries(heads, key_weight, self._rope(heads, rows))
-        latent, _ = functional.sparse_mla_decode(q, cache.kv(layer), ids, sm_scale=self.sm_scale)
+        options = {"sm_scale": self.sm_scale, "batch_invariant": cache.batch_invariant}
+        latent, _ = functional.sparse_mla_decode(q, cache.kv(layer), ids, **options)
         return SparseMLAOutput(self.o_proj(multiply_heads(latent, value_weight.mT).flatten(2)), None, ids)
 
     def _dense(self, heads: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, rows: "_Rows") -> Tensor:

@@ -48,7 +48,7 @@ def listed_keys(kv_cache: Tensor, indices: Tensor, used: Tensor, dtype: torch.dt
     Nothing else of the cache is read. Ids that name no slot, and those where `used` is False, become -1.
     """
     blocks, page = kv_cache.shape[:2]
-    listed = used & (indices >= 0) & (indices < blocks * page)
+    listed = used & (indices >= 0) & (indices.long() < blocks * page)  # which int32 may not hold
     slots, places = torch.unique(indices[listed].long(), return_inverse=True)
     rows = kv_cache[slots // max(1, page), slots % max(1, page), 0]
     keys = unpack_kv_fp8(rows, dtype) if kv_cache.dtype == torch.uint8 else rows.to(dtype)

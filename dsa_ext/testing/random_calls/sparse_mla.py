@@ -142,7 +142,7 @@ def sparse_mla_decode(draw: Draw) -> Args:
     cache = reference.pack_kv_fp8(kv) if packed else kv
     if draw.chance(0.5):
         draw.notes.append("NaN where unused")
-        used = decode.used_slots(indices, topk_length) & (indices >= 0) & (indices < blocks * page)
+        used = decode.used_slots(indices, topk_length) & (indices >= 0) & (indices.long() < blocks * page)
         cache = poison_cache(cache, indices[used])
         cache = draw.view(cache, repeat=False)
     else:
