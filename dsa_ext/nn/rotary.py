@@ -80,8 +80,8 @@ class PlacedRows:
     """Positions of rows, with tables for these from `tables`, which are those of all positions up to a length: a layer
     that is called for few rows would spend more time on its own than on them.
 
-    `tables` is filled on first use, but not in the capture of a CUDA graph, to which the memory would belong,
-    nor with fake tensors or other subclasses, which later calls could not use.
+    `tables` is filled on first use, but not in the capture of a CUDA graph or in compiled code, to which the memory
+    could belong, nor with fake tensors or other subclasses, which later calls could not use.
     """
 
     def __init__(self, positions: Tensor, length: int, tables: dict[tuple[Any, ...], tuple[Tensor, Tensor]]) -> None:
@@ -95,7 +95,7 @@ class PlacedRows:
         if key not in self._of_these:
             like = x.new_empty(1, self.length, 0)
             every = self._of_all.get(key)
-            if every is None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if every is None and not is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
                 every = rope_tables(like, torch.arange(self.length, device=x.device), theta, columns, yarn)
                 if type(every[0]) is Tensor:
                     self._of_all[key] = every

@@ -85,6 +85,36 @@ def test_paged() -> None:
     assert torch.equal(shorter, expected[:, :100])
 
 
+def test_errors() -> None:
+    (q, kv, *rest), inputs = prefill_inputs(), make_paged_inputs()
+    for bad in (kv[0], (kv[0],), (kv[0], None)):
+        with pytest.raises(RuntimeError, match="fp8_mqa_logits: kv must be two tensors, keys and their scales, got"):
+            deep_gemm.fp8_mqa_logits(q, bad, *rest)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="fp8_mqa_logits: max_seqlen_k must be at least 0, got -1"):
+        deep_gemm.fp8_mqa_logits(q, kv, *rest, False, -1)
+    with pytest.raises(RuntimeError, match="fp8_mqa_logits: cu_seq_len_k_end must be a tensor, got NoneType"):
+        deep_gemm.fp8_mqa_logits(q, kv, *rest[:2], None)  # type: ignore[arg-type]
+    tables = (inputs.weights, inputs.context_lens, inputs.block_table, None)
+    for cache in (inputs.k_cache, inputs.k_cache[:, :, None].expand(-1, -1, 2, -1)):
+        with pytest.raises(RuntimeError, match=r"fp8_paged_mqa_logits: kv_cache must be \[blocks, page, 1, columns\]"):
+            deep_gemm.fp8_paged_mqa_logits(inputs.q, cache, *tables, 64)
+
+
+def test_results_have_no_gradient() -> None:
+    q, kv, weights, *bounds = prefill_inputs()
+    expected = deep_gemm.fp8_mqa_logits(q, kv, weights, *bounds)
+    weights.requires_grad_()
+    logits = deep_gemm.fp8_mqa_logits(q, kv, weights, *bounds)
+    assert torch.equal(logits, expected)
+    assert not logits.requires_grad
+    assert not deep_gemm.fp8_mqa_logits(q, kv, weights, *bounds, False, 7).requires_grad
+    compiled = torch.compile(deep_gemm.fp8_mqa_logits, backend="aot_eager", fullgraph=True)
+    assert not compiled(q, kv, weights, *bounds).requires_grad
+    inputs = make_paged_inputs()
+    args = (inputs.weights.requires_grad_(), inputs.context_lens, inputs.block_table, None, 64)
+    assert not deep_gemm.fp8_paged_mqa_logits(inputs.q, inputs.k_cache.unsqueeze(2), *args).requires_grad
+
+
 def test_bf16_logits() -> None:
     args = prefill_inputs()
     logits = deep_gemm.fp8_fp4_mqa_logits((args[0], None), *args[1:], logits_dtype=torch.bfloat16)

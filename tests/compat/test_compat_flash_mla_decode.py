@@ -134,6 +134,18 @@ def test_not_served(options: dict[str, Any], text: str) -> None:
         ({"kv_format": "V32_NO_ROPE"}, "k_cache must have 656 bytes per token, or 528 and"),
         ({"head_dim_v": 576}, r"\(Dqk, d_v\) must be"),
         ({"topk_length": torch.ones(3, dtype=torch.int64)}, "topk_length must be int32"),
+        ({"topk_length": torch.ones(3, 1, dtype=torch.int32)}, r"topk_length must be int32 .*, got int32 \[3, 1\]"),
+        ({"topk_length": 4}, "topk_length must be int32 of one dimension, got 4"),
+        ({"q": None}, "flash_mla_with_kvcache: q must be a tensor, got NoneType"),
+        ({"k_cache": [1]}, "k_cache must be a tensor, got list"),
+        ({"indices": 3}, "indices must be a tensor, got int"),
+        ({"k_cache": torch.zeros(4, 64, 656, dtype=torch.uint8)}, r"k_cache must be \[blocks, page, 1, columns\], got"),
+        ({"k_cache": torch.zeros(4, 64, 1, 656).bool()}, "k_cache must be uint8, int8, float8_e4m3fn or bfloat16, got"),
+        ({"k_cache": torch.zeros(4, 64, 1, 576).half()}, r"k_cache must be .*, got float16 \[4, 64, 1, 576\]"),
+        (
+            {"k_cache": torch.zeros(4, 64, 1, 576).bfloat16(), "kv_format": "V32"},
+            "kv_format must be None with a cache in bfloat16, got 'V32'",
+        ),
     ],
 )
 def test_errors(options: dict[str, Any], text: str) -> None:

@@ -1,12 +1,15 @@
 """The packages that `python -m dsa_ext.compat install-shim` writes, imported in processes of their own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+from dsa_ext.compat.shim import install
 
 
 @pytest.fixture
@@ -90,3 +93,14 @@ def test_installed_library_that_fails(shim: Path, tmp_path: Path) -> None:
     printed = run(program, shim, tmp_path / "site")
     assert "cannot be imported (No module named 'no_such_library'): only what dsa_ext serves is available" in printed
     assert str(shim / "flash_mla/__init__.py") in printed
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    paths = install(tmp_path)
+    assert install(tmp_path) == paths
+    paths[1].write_text("theirs = True\n")
+    paths[0].unlink()
+    with pytest.raises(FileExistsError, match=f"{re.escape(str(paths[1]))} is not a shim of dsa_ext"):
+        install(tmp_path)
+    assert paths[1].read_text() == "theirs = True\n"
+    assert not paths[0].exists()

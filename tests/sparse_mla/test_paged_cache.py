@@ -229,3 +229,79 @@ def test_errors_of_steps() -> None:
         change()
         with pytest.raises(ValueError, match="no step was begun: call prefill or decode, and again after"):
             cache.write(0, torch.zeros(1, 576).bfloat16())
+
+
+def test_failed_calls_keep_the_step() -> None:
+    cache = make_small(num_blocks=8)
+    a, b = cache.add(), cache.add()
+    cache.prefill([a], [5])
+    step, blocks = cache.step, cache.blocks(a)
+    bad: list[tuple[Any, str]] = [
+        (lambda: cache.free(9), "there is no sequence 9"),
+        (lambda: cache.free([a]), r"there is no sequence \[0\]"),  # type: ignore[arg-type]
+        (lambda: cache.truncate(a, None), "length must be an int, got None"),  # type: ignore[arg-type]
+        (lambda: cache.truncate(a, 2.0), r"length must be an int, got 2\.0"),  # type: ignore[arg-type]
+        (lambda: cache.truncate(a, 6), "cannot be truncated to 6"),
+        (lambda: cache.evict(a, 0), "pages must be a list of int, got 0"),  # type: ignore[arg-type]
+        (lambda: cache.evict(a, [0, "x"]), r"pages must be from 0 to 0, .*, got \[0, 'x'\]"),  # type: ignore[list-item]
+        (lambda: cache.evict(a, [0, 0.5]), r"pages must be from 0 to 0, .*, got \[0, 0\.5\]"),  # type: ignore[list-item]
+        (lambda: cache.prefill([b], [True]), "a positive number of tokens for each sequence"),
+        (lambda: cache.decode([b], True), "decode takes 1 to 6 tokens of each sequence, got True"),
+    ]
+    for call, message in bad:
+        with pytest.raises(ValueError, match=f"PagedKVCache: .*{message}"):
+            call()
+        assert cache.step is step
+        assert (cache.blocks(a), cache.length(a), cache.free_blocks) == (blocks, 5, 6)
+    with pytest.raises(ValueError, match=r"there is no sequence \[1\]"):
+        cache.prefill([[b]], [3])  # type: ignore[list-item]
+    assert (cache.length(b), cache.free_blocks) == (0, 6)
+
+
+def test_no_step_after_a_full_cache() -> None:
+    """Layers that are called all the same must not write to the tokens of the step before."""
+    cache = make_small(num_blocks=2)
+    a, b = cache.add(), cache.add()
+    for call in (lambda: cache.prefill([b], [5]), lambda: cache.decode([b, a], 5)):
+        cache.prefill([a], [1])
+        with pytest.raises(CacheFullError):
+            call()
+        assert (cache.length(b), cache.free_blocks) == (0, 1)
+        with pytest.raises(ValueError, match="no step was begun"):
+            cache.write(0, torch.zeros(1, 576).bfloat16())
+        cache.truncate(a, 0)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_default_device(device: str) -> None:
+    """Tables of the host are on the CPU whatever the default device is."""
+    cache, expected = make_small(num_blocks=8, device="cpu"), make_small(num_blocks=8)
+    steps: list[list[Any]] = [[], []]
+    for each, collected, default in ((cache, steps[0], device), (expected, steps[1], "cpu")):
+        with torch.device(default):
+            a, b = each.add(), each.add()
+            each.prefill([a, b], [5, 4])
+            collected += [t.clone() for t in each.step]
+            each.evict(a, [0])
+            each.decode([b, None], 2)
+            collected += [t.clone() for t in each.step]
+            collected.append(each.positions_of(torch.arange(32, dtype=torch.int32, device="cpu")))
+            each.truncate(b, 3)
+    assert all(torch.equal(x, y) for x, y in zip(*steps, strict=True))
+    with torch.device(device):
+        assert make_small().kv(0).device.type == device
+
+
+def test_built_in_inference_mode() -> None:
+    with torch.inference_mode():
+        cache = make_small()
+    sequence = cache.add()
+    cache.prefill([sequence], [2])
+    cache.write(0, torch.ones(2, 576).bfloat16())
+    cache.decode([sequence])
+    cache.write(0, torch.ones(1, 576).bfloat16())
+    with torch.inference_mode():
+        cache.decode([sequence])
+        cache.write(0, torch.ones(1, 576).bfloat16())
+    cache.truncate(sequence, 1)
+    assert not any(t.is_inference() for t in (cache.kv(0), cache.index_keys(0)))

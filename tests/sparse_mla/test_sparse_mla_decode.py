@@ -50,6 +50,18 @@ def test_matches_brute_force(packed: bool, d_qk: int, page: int) -> None:
         torch.testing.assert_close(lse, exact_lse, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_more_slots_than_ids(packed: bool) -> None:
+    """A cache with more slots than int32 can name, all of them the same memory."""
+    inputs = make_cache(1, 2, 1, 1, 3, 4, packed=packed, dtype=torch.float64)
+    ids = torch.tensor([0, INT32_MAX, -1, 17], dtype=torch.int32).expand(1, 2, 4)
+    same = torch.tensor([0, 0, -1, 0], dtype=torch.int32).expand(1, 2, 4)
+    for blocks in (2**31, 2**31 + 5, 2**32 + 1):
+        cache = inputs.kv_cache.expand(blocks, -1, -1, -1)
+        for a, b in zip(OP(inputs.q, cache, ids), OP(inputs.q, inputs.kv_cache, same), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_equals_sparse_mla_over_unpacked_keys() -> None:
     inputs = make_cache(1, 4, 3, 20, 5, 30)
     kv = unpacked(inputs.kv_cache)[None, :, None]
@@ -120,6 +132,11 @@ def test_lengths_of_sequences() -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(got, dsa_ext.sparse_mla_decode(*args, topk_length=of_tokens), strict=True)
     )
+    for count in (1, 2, 6):
+        with pytest.raises(RuntimeError, match=rf"topk_length must be int32 \[B, N\], got int32 \[{count}\]"):
+            dsa_ext.sparse_mla_decode(*args, topk_length=lengths.repeat(2)[:count])
+    with pytest.raises(RuntimeError, match=r"q must be bfloat16 \[B, N, H, Dqk\], got bfloat16 \[576\]"):
+        dsa_ext.sparse_mla_decode(args[0][0, 0, 0], *args[1:], topk_length=lengths)
 
 
 @pytest.mark.parametrize("page", [1, 53, 61, 64, 69, 576])

@@ -7,8 +7,10 @@ import torch
 from cached_layers import Feeder, poisoned
 from modes import autocast
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dsa_ext.nn import PagedKVCache, SparseMLA
+import dsa_ext
+from dsa_ext.nn import PagedKVCache, SparseMLA, apply_rope
 
 HIDDEN, TOPK = 48, 5
 FP8 = torch.float8_e4m3fn
@@ -287,3 +289,58 @@ def test_errors_of_calls() -> None:
         several.decode([several.add()])
         with pytest.raises(ValueError, match="layer must be the number of this layer in a cache of 2, got None"):
             layer(x, cache=several)
+
+
+def test_fake_tensors_leave_no_tables() -> None:
+    """A pass with fake tensors, for example to trace a model, does not spoil the cache."""
+    layer, (x, *_) = make_layer(), make_inputs()
+    cache = make_cache(layer)
+    sequence = cache.add()
+    cache.prefill([sequence], [4])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        heads = mode.from_tensor(torch.randn(1, 4, 2, 64, dtype=torch.float64))
+        assert apply_rope(heads, cache.rows()).shape == heads.shape
+    cache.truncate(sequence, 0)
+    cache.prefill([sequence], [len(x)])
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x[None], cache=cache).out, layer(x[None]).out)
+        heads = torch.randn(1, len(x), 2, 64, dtype=torch.float64)
+        torch.testing.assert_close(apply_rope(heads, cache.rows()), apply_rope(heads, torch.arange(len(x))))
+
+
+@pytest.mark.parametrize("with_tables", [False, True])
+def test_compiled_layer(with_tables: bool) -> None:
+    """Whole graphs of prefill and of decoding, whether or not an ordinary call has filled the tables of RoPE."""
+    torch._dynamo.reset()
+    layer, (x, *_) = make_layer(), make_inputs()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    cache = make_cache(layer)
+    sequence = cache.add()
+    if with_tables:
+        cache.decode([sequence])
+        with torch.no_grad():
+            layer(x[None, :1], cache=cache)
+        cache.truncate(sequence, 0)
+    with torch.no_grad():
+        expected = layer(x[None]).out
+        cache.prefill([sequence], [len(x) - 2])
+        torch.testing.assert_close(compiled(x[None, :-2], cache=cache).out, expected[:, :-2])
+        for i in (len(x) - 2, len(x) - 1):
+            cache.decode([sequence])
+            torch.testing.assert_close(compiled(x[None, i : i + 1], cache=cache).out, expected[:, i : i + 1])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_batch_invariant_is_passed(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, got = dsa_ext.functional.sparse_mla_decode, []
+
+    def spy(*args: Any, **options: Any) -> Any:
+        got.append(options["batch_invariant"])
+        return decode(*args, **options)
+
+    monkeypatch.setattr(dsa_ext.functional, "sparse_mla_decode", spy)
+    layer = make_layer()
+    feeder = Feeder(layer, make_inputs(), make_cache(layer, batch_invariant=batch_invariant))
+    feeder.prefill({0: 3})
+    feeder.decode([0, 1])
+    assert got == [batch_invariant]
