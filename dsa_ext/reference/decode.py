@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext.reference import fp8
-from dsa_ext.reference.numerics import compute_dtype
+from dsa_ext.reference.numerics import compute_dtype, names_one_of
 from dsa_ext.reference.sparse_mla import sparse_mla_fwd
 
 #: Columns of a packed key that are e4m3, and the bytes of their scales. A rope part in bf16 may follow.
@@ -48,7 +48,7 @@ def listed_keys(kv_cache: Tensor, indices: Tensor, used: Tensor, dtype: torch.dt
     Nothing else of the cache is read. Ids that name no slot, and those where `used` is False, become -1.
     """
     blocks, page = kv_cache.shape[:2]
-    listed = used & (indices >= 0) & (indices.long() < blocks * page)  # which int32 may not hold
+    listed = used & names_one_of(indices, blocks * page)
     slots, places = torch.unique(indices[listed].long(), return_inverse=True)
     rows = kv_cache[slots // max(1, page), slots % max(1, page), 0]
     keys = unpack_kv_fp8(rows, dtype) if kv_cache.dtype == torch.uint8 else rows.to(dtype)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dsa_ext.reference.numerics import compute_dtype
+from dsa_ext.reference.numerics import compute_dtype, names_one_of
 
 #: Maximum number of elements in each temporary of one chunk of queries.
 _CHUNK_ELEMENTS = 2**24
@@ -164,7 +164,7 @@ def indexer_topk(
 def listed_rows(k: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The keys with a row of zeros after them [S_kv + 1, Di]; the row that each id names [S, K], that of zeros if it
     names no key; and which ids name a key [S, K]."""
-    named = (indices >= 0) & (indices < len(k))
+    named = names_one_of(indices, len(k))
     return torch.cat([k, k.new_zeros(1, k.shape[1])]), torch.where(named, indices, len(k)).long(), named
 
 

@@ -1,4 +1,5 @@
-"""The precision in which the reference computes, and its correction for an lse that fp32 does not resolve."""
+"""The numbers that the reference computes with: its precision, the range of ids, and a correction for an lse that fp32
+does not resolve."""
 
 import math
 
@@ -12,6 +13,11 @@ LARGE_LSE = 2.0**22 * math.log(2)
 def compute_dtype(q: Tensor) -> torch.dtype:
     """The dtype in which the reference computes and in which it returns lse: fp32, or float64 for float64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def names_one_of(ids: Tensor, count: int) -> Tensor:
+    """Which ids are from 0 to `count` - 1. In int64, since int32 may not hold `count`."""
+    return (ids >= 0) & (ids.long() < count)
 
 
 def raised(lse: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsa_ext.reference.numerics import compute_dtype, raised
+from dsa_ext.reference.numerics import compute_dtype, names_one_of, raised
 
 #: Heads per partial sum of attn_dist.
 HEADS_PER_BLOCK = 64
@@ -34,7 +34,7 @@ def visible_slots(
 ) -> Tensor:
     """Which slots of `indices` [B, S, G, K] are visible: bool of the same shape."""
     seq, topk = indices.shape[1], indices.shape[3]
-    visible = (indices >= 0) & (indices < s_kv)
+    visible = names_one_of(indices, s_kv)
     if starts is not None and ends is not None:
         visible &= (indices >= starts[:, :, None, None]) & (indices < ends[:, :, None, None])
     elif causal:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dsa_ext import functional, reference
 from dsa_ext.reference import decode
+from dsa_ext.reference.numerics import names_one_of
 from dsa_ext.reference.sparse_mla import visible_slots
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, poison_cache
 from dsa_ext.testing.random_calls.call import (
@@ -142,7 +143,7 @@ def sparse_mla_decode(draw: Draw) -> Args:
     cache = reference.pack_kv_fp8(kv) if packed else kv
     if draw.chance(0.5):
         draw.notes.append("NaN where unused")
-        used = decode.used_slots(indices, topk_length) & (indices >= 0) & (indices.long() < blocks * page)
+        used = decode.used_slots(indices, topk_length) & names_one_of(indices, blocks * page)
         cache = poison_cache(cache, indices[used])
         cache = draw.view(cache, repeat=False)
     else:
