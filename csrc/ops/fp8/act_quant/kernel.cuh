@@ -67,13 +67,13 @@ __global__ void __launch_bounds__(kThreads)
     }
     const float scale = scale_of(largest, p.round_scale);
     if (lane % kLanes == 0) scales[i * (kWarpThreads / kLanes) + lane / kLanes][warp] = scale;
-    uint32_t words[kElements / 4];
-    quantize(pieces[i], scale, words);
+    alignas(8) __nv_fp8x2_storage_t pairs[kElements / 2];
+    quantize(pieces[i], scale, pairs);
     if (column(i) >= width) continue;
     if constexpr (kElements == 8) {
-      *reinterpret_cast<uint2*>(g_y + column(i)) = {words[0], words[1]};
+      *reinterpret_cast<uint2*>(g_y + column(i)) = *reinterpret_cast<const uint2*>(pairs);
     } else {
-      *reinterpret_cast<uint32_t*>(g_y + column(i)) = words[0];
+      *reinterpret_cast<uint32_t*>(g_y + column(i)) = *reinterpret_cast<const uint32_t*>(pairs);
     }
   }
   __syncthreads();

@@ -60,21 +60,16 @@ __device__ __forceinline__ float scale_of(uint32_t largest, bool round_scale) {
   return !isfinite(bounded) ? bounded : round_scale ? __uint_as_float(rounded_up) : quotient;
 }
 
-// A piece of kWords * 4 numbers as e4m3, four in each word.
-template <int kWords>
-__device__ __forceinline__ void quantize(const Piece& piece, float scale, uint32_t (&words)[kWords]) {
+// A piece of kPairs * 2 numbers as e4m3, in order.
+template <int kPairs>
+__device__ __forceinline__ void quantize(const Piece& piece, float scale, __nv_fp8x2_storage_t (&pairs)[kPairs]) {
   const Divisor divisor(scale);
-  float values[4 * kWords];
+  float values[2 * kPairs];
   to_floats(piece, values);
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    uint32_t pairs[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float2 pair{divisor.divides(values[4 * i + 2 * j]), divisor.divides(values[4 * i + 2 * j + 1])};
-      pairs[j] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-    }
-    words[i] = pairs[0] | pairs[1] << 16;
+  for (int i = 0; i < kPairs; ++i) {
+    const float2 pair{divisor.divides(values[2 * i]), divisor.divides(values[2 * i + 1])};
+    pairs[i] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
   }
 }
 

@@ -47,10 +47,10 @@ __global__ void __launch_bounds__(kThreads) pack_kv_fp8_kernel(const __grid_cons
 #pragma unroll
   for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
   const float scale = quantization::scale_of(largest, false);
-  uint32_t words[kPieces][2];
+  alignas(16) __nv_fp8x2_storage_t pairs[kPieces][sm90::kPieceColumns / 2];
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) quantization::quantize(pieces[i], scale, words[i]);
-  reinterpret_cast<uint4*>(g_packed)[lane] = {words[0][0], words[0][1], words[1][0], words[1][1]};
+  for (int i = 0; i < kPieces; ++i) quantization::quantize(pieces[i], scale, pairs[i]);
+  reinterpret_cast<uint4*>(g_packed)[lane] = *reinterpret_cast<const uint4*>(pairs);
   if (lane % kLanes == 0) reinterpret_cast<float*>(g_packed + kPackedColumns)[lane / kLanes] = scale;
   if (lane < kRopePieces) reinterpret_cast<Piece*>(g_packed + kPackedColumns + kScaleBytes)[lane] = rope;
 }
