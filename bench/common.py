@@ -4,7 +4,7 @@ import argparse
 import hashlib
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def run(
     report(op, measure_all(op, specs, measure, args.only), None if args.only else args.out, plot, timer, operators)
 
 
-def time_versus(ms: float, name: str | None, times: dict[str, float]) -> dict[str, Any]:
+def time_versus(ms: float, name: str | None, times: Mapping[str, float]) -> dict[str, Any]:
     """Fields of a case: its time as a multiple of the time of the case `name`, if that was measured."""
     return {"time_vs": {name: round(ms / times[name], 3)}} if name in times else {}
 

@@ -399,8 +399,10 @@ def main() -> None:
         draw(history, args.picture)
         print_report(args, history)
     if args.ranks > 1:
-        # Gloo's threads release the tensors of the last collective a little later: not after the interpreter's end.
-        torch.distributed.barrier()
+        # Ranks wait for the first one's picture. Until then Gloo's threads have released the tensors of the last
+        # collective, which must not be after the interpreter's end. A monitored barrier does not run on these threads.
+        is_gloo = torch.distributed.get_backend() == "gloo"
+        (torch.distributed.monitored_barrier if is_gloo else torch.distributed.barrier)()
         torch.distributed.destroy_process_group()
 
 

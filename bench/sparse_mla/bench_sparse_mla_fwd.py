@@ -157,12 +157,18 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     )
 
 
-def measure_host() -> Case:
-    """Host time: microseconds until the public function returns, with so little work that the GPU keeps up."""
+def measure_host() -> list[Case]:
+    """Host time: microseconds until the public function returns, with so little work that the GPU keeps up. Hosts
+    differ: torch.add, an operator of PyTorch's own, is measured beside."""
     inputs = make_inputs(seq=1, s_kv=64, heads=16, topk=64, device="cuda")
-    microseconds = host_us(lambda: dsa_ext.sparse_mla(inputs.q, inputs.kv, inputs.indices))
     args = {"B": 1, "S": 1, "S_kv": 64, "H": 16, "G": 1, "K": 64, "d_qk": 576, "d_v": D_V, "causal": True}
-    return make_case("host_time_of_a_call_without_grad", "Host", args, microseconds / 1e3)
+    add = host_us(lambda: torch.add(inputs.indices, 1)) / 1e3
+    ms = host_us(lambda: dsa_ext.sparse_mla(inputs.q, inputs.kv, inputs.indices)) / 1e3
+    beside = "host_time_of_torch_add"
+    return [
+        make_case(beside, "Host", {"K": 64}, add),
+        make_case("host_time_of_a_call_without_grad", "Host", args, ms, **time_versus(ms, beside, {beside: add})),
+    ]
 
 
 def plot(cases: list[Case], path: Path) -> None:
@@ -189,7 +195,7 @@ def main() -> None:
     args = parse_arguments(__doc__)
     with torch.inference_mode():
         cases = measure_all(OP, specs(), measure, args.only)
-    report(OP, [*cases, measure_host()], None if args.only else args.out, plot)
+    report(OP, [*cases, *measure_host()], None if args.only else args.out, plot)
 
 
 if __name__ == "__main__":
