@@ -96,6 +96,13 @@ def test_bf16_cache() -> None:
     torch.testing.assert_close(lse.double(), expected[1], rtol=3e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("metadata", [None, (), torch.empty(0), flash_mla.FlashMLASchedMeta()], ids=str)
+def test_metadata_of_any_type(metadata: Any) -> None:
+    q, cache, indices = decode_inputs()
+    got = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, metadata, metadata, indices=indices)
+    assert all(torch.equal(a, b) for a, b in zip(got, call(q, cache, indices), strict=True))
+
+
 def test_results_have_no_gradient() -> None:
     q, cache, indices = decode_inputs()
     assert not call(q.requires_grad_(), cache, indices)[0].requires_grad

@@ -149,3 +149,16 @@ def test_prefill_against_the_cpu(heads: int) -> None:
     got = flash_mla.flash_mla_sparse_fwd(*(x.cuda() if isinstance(x, Tensor) else x for x in args))  # type: ignore[arg-type]
     for a, b, atol in zip(got, expected, (2e-2, 1e-4, 1e-4), strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=2e-2 if atol == 2e-2 else 3e-5, atol=atol)  # type: ignore[union-attr]
+
+
+def test_decode_batch_invariant() -> None:
+    """enable_batch_invariant reaches the operator: a sequence has the same bits alone as among 150."""
+    q = torch.randn(150, 1, 128, 576, device="cuda").bfloat16()
+    cache = dsa_ext.pack_kv_fp8(torch.randn(40, 64, 1, 576, device="cuda").bfloat16())
+    indices = torch.randint(40 * 64, (150, 1, 2048), device="cuda", dtype=torch.int32)
+    options = {"softmax_scale": 0.05, "enable_batch_invariant": True}
+    out, lse = flash_mla.flash_mla_with_kvcache(q, cache, None, None, indices=indices, **options)
+    for b in (0, 70, 149):
+        one = flash_mla.flash_mla_with_kvcache(q[b : b + 1], cache, None, None, indices=indices[b : b + 1], **options)
+        assert torch.equal(one[0][0], out[b])
+        assert torch.equal(one[1][0], lse[b])

@@ -56,7 +56,7 @@ AXES: dict[str, list[Any]] = {
     "packed": [True, False],
     "d_qk": [576, 512],
     "heads": [128, 1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 127],
-    "tokens": [1, 2, 3, 6],
+    "tokens": [1, 2, 3, 6, 11],
     "batch": [3, 1, 2, 7, 64, 133, 321],
     "page": [64, 1, 2, 53, 61, 69, 576],
     "slots": [1000, 0, 1, 63, 8192],
@@ -275,6 +275,13 @@ def test_batch_invariance(heads: int, packed: bool) -> None:
     q, indices = other.q.clone(), other.indices.clone()
     q[100, 1], indices[100, 1] = inputs.q[5, 0], inputs.indices[5, 0]
     assert torch.equal(OP(q, inputs.kv_cache, indices, **options)[0][100, 1], out[5, 0])
+    # The same pages in reverse order, in a cache with others around them.
+    pages = inputs.kv_cache.flip(0)
+    moved = torch.cat([torch.zeros_like(pages[:7]), pages, torch.zeros_like(pages[:3])])
+    page, row = inputs.indices // 64, inputs.indices % 64
+    slots = torch.where(page.clamp(0, 299) == page, (306 - page) * 64 + row, -1)
+    for got, expected in zip(OP(inputs.q[:9], moved, slots[:9], **options), (out[:9], lse[:9]), strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(("batch", "packed"), list(itertools.product((1, 90), (True, False))))
