@@ -37,6 +37,6 @@ def check_paged(function: str, name: str, cache: Tensor) -> None:
 
 
 def check_lengths(function: str, name: str, lengths: Any) -> None:
-    """One for each sequence or query, or None."""
-    if lengths is not None and (not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype != torch.int32):
+    """One for each sequence or query."""
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype != torch.int32:
         fail(function, name, "int32 of one dimension", lengths)

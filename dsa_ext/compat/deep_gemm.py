@@ -79,16 +79,19 @@ def fp8_mqa_logits(
     """
     if not isinstance(kv, (tuple, list)) or len(kv) != 2 or not all(isinstance(part, Tensor) for part in kv):
         fail("fp8_mqa_logits", "kv", "two tensors, keys and their scales", kv)
-    bounds = (cu_seq_len_k_start, cu_seq_len_k_end)
-    check_tensors("fp8_mqa_logits", q=q, weights=weights, cu_seq_len_k_start=bounds[0], cu_seq_len_k_end=bounds[1])
     if max_seqlen_k < 0:
         fail("fp8_mqa_logits", "max_seqlen_k", "at least 0", max_seqlen_k)
-    if max_seqlen_k == 0:
-        result: Tensor = without_gradient(_indexer_logits, q, kv[0], weights, *bounds, kv[1], clean_logits)
-        return result
-    if clean_logits:
+    if max_seqlen_k and clean_logits:
         raise RuntimeError("fp8_mqa_logits: clean_logits must be False with max_seqlen_k, got True")
-    return _from_first_key(q, kv, weights, *bounds, max_seqlen_k)
+    bounds = (cu_seq_len_k_start, cu_seq_len_k_end)
+    try:
+        if max_seqlen_k:
+            return _from_first_key(q, kv, weights, *bounds, max_seqlen_k)
+        result: Tensor = without_gradient(_indexer_logits, q, kv[0], weights, *bounds, kv[1], clean_logits)
+    except (AttributeError, RuntimeError, TypeError):
+        check_tensors("fp8_mqa_logits", q=q, weights=weights, cu_seq_len_k_start=bounds[0], cu_seq_len_k_end=bounds[1])
+        raise
+    return result
 
 
 def _from_first_key(
@@ -181,11 +184,15 @@ def fp8_paged_mqa_logits(
     """
     if indices is not None:
         _not_served("indices of fp8_paged_mqa_logits, which queries share a sequence")
-    tables = {"context_lens": context_lens, "block_table": block_table}
-    check_tensors("fp8_paged_mqa_logits", q=q, kv_cache=kv_cache, weights=weights, **tables)
-    check_paged("fp8_paged_mqa_logits", "kv_cache", kv_cache)
-    args = (q, kv_cache.squeeze(2), weights, context_lens, block_table, max_context_len, clean_logits)
-    result: Tensor = without_gradient(_indexer_logits_paged, *args)
+    try:
+        if kv_cache.dim() != 4 or kv_cache.size(2) != 1:  # squeeze would take more
+            check_paged("fp8_paged_mqa_logits", "kv_cache", kv_cache)
+        args = (q, kv_cache.squeeze(2), weights, context_lens, block_table, max_context_len, clean_logits)
+        result: Tensor = without_gradient(_indexer_logits_paged, *args)
+    except (AttributeError, IndexError, RuntimeError):
+        tables = {"context_lens": context_lens, "block_table": block_table}
+        check_tensors("fp8_paged_mqa_logits", q=q, kv_cache=kv_cache, weights=weights, **tables)
+        raise
     return result
 
 

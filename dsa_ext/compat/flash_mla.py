@@ -26,7 +26,7 @@ _forward_with_max = torch.ops.dsa.sparse_mla_max_fwd.default
 _decode = torch.ops.dsa.sparse_mla_decode.default
 #: Bytes per token of the caches of DeepSeek-V3.2, with and without rope columns, and of DeepSeek-V4.
 _V32, _V32_NO_ROPE, _V4 = 656, 528, 584
-_PACKED = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+_PACKED = (torch.int8, torch.float8_e4m3fn)
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -98,17 +98,21 @@ def flash_mla_sparse_fwd(
         _not_served("out of flash_mla_sparse_fwd, a tensor for the result")
     if indexer_topk:
         _not_served("indexer_topk of flash_mla_sparse_fwd, a second lse")
-    check_tensors("flash_mla_sparse_fwd", q=q, kv=kv, indices=indices)
-    check_lengths("flash_mla_sparse_fwd", "topk_length", topk_length)
-    lengths = None if topk_length is None else topk_length.unsqueeze(0)
-    args = (q.unsqueeze(0), kv.unsqueeze(0), indices.unsqueeze(0), sm_scale, d_v)
-    options = (False, 0, 1, lengths, None, None, attn_sink, False)
-    if return_log2_lse is None:
-        result, lse, max_logits = without_gradient(_forward_with_max, *args, *options, True)
-        return result[0], max_logits[0], lse[0]
     if return_log2_lse:
         _not_served("return_log2_lse=True of flash_mla_sparse_fwd")
-    return without_gradient(_forward, *args, *options)[0][0], None, None
+    if topk_length is not None:
+        check_lengths("flash_mla_sparse_fwd", "topk_length", topk_length)
+    try:
+        lengths = None if topk_length is None else topk_length.unsqueeze(0)
+        args = (q.unsqueeze(0), kv.unsqueeze(0), indices.unsqueeze(0), sm_scale, d_v)
+        options = (False, 0, 1, lengths, None, None, attn_sink, False)
+        if return_log2_lse is None:
+            result, lse, max_logits = without_gradient(_forward_with_max, *args, *options, True)
+            return result[0], max_logits[0], lse[0]
+        return without_gradient(_forward, *args, *options)[0][0], None, None
+    except (AttributeError, RuntimeError):
+        check_tensors("flash_mla_sparse_fwd", q=q, kv=kv, indices=indices)
+        raise
 
 
 def flash_mla_with_kvcache(
@@ -168,21 +172,26 @@ def flash_mla_with_kvcache(
         _not_served("descale_q and descale_k of flash_mla_with_kvcache")
     if causal:
         raise RuntimeError("flash_mla_with_kvcache: causal must be False with indices, got True")
-    check_tensors("flash_mla_with_kvcache", q=q, k_cache=k_cache, indices=indices)
-    check_paged("flash_mla_with_kvcache", "k_cache", k_cache)
-    check_lengths("flash_mla_with_kvcache", "topk_length", topk_length)
-    if k_cache.dtype in _PACKED:
-        _check_format(k_cache, kv_format)
-        if k_cache.dtype != torch.uint8:
+    try:
+        kind = k_cache.dtype
+        if kind == torch.uint8:
+            _check_format(k_cache, kv_format)
+        elif kind in _PACKED:
             k_cache = k_cache.view(torch.uint8)
-    elif k_cache.dtype != torch.bfloat16:
-        fail("flash_mla_with_kvcache", "k_cache", "uint8, int8, float8_e4m3fn or bfloat16", k_cache)
-    elif kv_format is not None:
-        fail("flash_mla_with_kvcache", "kv_format", "None with a cache in bfloat16", repr(kv_format))
-    if topk_length is not None and q.dim() == 4:
-        topk_length = topk_length.unsqueeze(1).expand(-1, q.shape[1])
-    options = (softmax_scale, head_dim_v, topk_length, attn_sink, enable_batch_invariant, True)
-    out, lse = without_gradient(_decode, q, k_cache, indices, *options)
+            _check_format(k_cache, kv_format)
+        elif kind != torch.bfloat16:
+            fail("flash_mla_with_kvcache", "k_cache", "uint8, int8, float8_e4m3fn or bfloat16", k_cache)
+        elif kv_format is not None:
+            fail("flash_mla_with_kvcache", "kv_format", "None with a cache in bfloat16", repr(kv_format))
+        if topk_length is not None:
+            check_lengths("flash_mla_with_kvcache", "topk_length", topk_length)
+            topk_length = topk_length.unsqueeze(1).expand(-1, q.shape[1])
+        options = (softmax_scale, head_dim_v, topk_length, attn_sink, enable_batch_invariant, True)
+        out, lse = without_gradient(_decode, q, k_cache, indices, *options)
+    except (AttributeError, IndexError, RuntimeError):
+        check_tensors("flash_mla_with_kvcache", q=q, k_cache=k_cache, indices=indices)
+        check_paged("flash_mla_with_kvcache", "k_cache", k_cache)
+        raise
     return out, lse.transpose(1, 2)
 
 
