@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsa_ext.distributed.shares import Shares
 
@@ -60,10 +61,10 @@ def all_heads(weight: Tensor, group: Group) -> Tensor:
 
 
 def _reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, in fp32 at least."""
-    total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True).contiguous()
-    dist.all_reduce(total, group=group)
-    return total.to(x.dtype)
+    """The sum over ranks, in fp32 at least. Each rank adds up a part; these are gathered in the dtype of x, and
+    so smaller than the sums that an all-reduce exchanges."""
+    padded = pad(x.flatten(), (0, -x.numel() % size_of(group)))
+    return _all_gather(_reduce_scatter(padded, group), group)[: x.numel()].view(x.shape)
 
 
 def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
