@@ -114,6 +114,9 @@ COLUMNS: dict[str, Callable[[Case], str]] = {
     "ratio": lambda case: f"**{case['ratio']:.2f}**" if case["ratio"] else "",
     "slower peer": slower_peers,
     "other figure, timing method not recorded": given("not_compared_ms", times_of),
+    "peers' kernels for logits and attention": given(
+        "peer_parts_ms", lambda peers: f"{time(sum(peers.values()))}: {times_of(peers)}"
+    ),
     "relative time": versus,
     "workspace": given("extra_mb", "{:.0f} MB".format),
     "peak memory": given("peak_mb", gigabytes),

@@ -1,4 +1,4 @@
-"""Times dsa_ext.sparse_mla_decode in CUDA graphs; writes its results file and plot.
+"""Times dsa_ext.sparse_mla_decode in CUDA graphs; writes its results file, with the peer's figures, and plot.
 
 Contexts of 32768 keys in pages of 64, 2048 keys selected, ascending. Every graph has several calls with other queries
 and lists. TFLOP/s count all selected keys; TB/s count their bytes once per token. Results are checked on some tokens.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import dsa_ext
-from bench.common import Case, drawing, grouped_bars, make_case, measure_rotating_ms, run
+from bench.common import PEERS, Case, drawing, grouped_bars, make_case, measure_rotating_ms, peer_figure, run
 from dsa_ext.testing.tolerances import errors
 
 OP = "sparse_mla_decode"
@@ -46,17 +46,26 @@ def specs() -> Iterator[Spec]:
             yield Spec("bf16", batch, 1, heads, packed=False)
 
 
-def make_cache(batch: int, packed: bool) -> Tensor:
+def make_cache(batch: int, packed: bool, context: int = CONTEXT) -> Tensor:
     """The keys of the contexts are repeated: they need not differ, only lie apart."""
-    rows = torch.randn(CONTEXT, COLUMNS, device="cuda").bfloat16()
+    rows = torch.randn(context, COLUMNS, device="cuda").bfloat16()
     rows = dsa_ext.pack_kv_fp8(rows) if packed else rows
-    return rows.expand(batch, -1, -1).reshape(batch * CONTEXT // PAGE, PAGE, 1, -1)
+    return rows.expand(batch, -1, -1).reshape(batch * context // PAGE, PAGE, 1, -1)
 
 
 def make_lists(batch: int, tokens: int) -> Tensor:
     ids = torch.rand(batch * tokens, CONTEXT, device="cuda").topk(TOPK).indices.sort().values
     first = torch.arange(batch, device="cuda")[:, None, None] * CONTEXT
     return (ids.view(batch, tokens, TOPK) + first).int()
+
+
+def peer_of(spec: Spec, flop: int) -> tuple[str, float] | None:
+    """FlashMLA with the same caches, in TFLOP/s."""
+    key, case = f"flashmla_h{spec.heads}", f"b{spec.batch}_n{spec.tokens}"
+    figure = PEERS[OP]["figures"].get(key)
+    if figure is None or case not in figure["values"] or not spec.packed or spec.batch_invariant:
+        return None
+    return peer_figure(OP, key, case, flop)
 
 
 def measure(spec: Spec, _times: dict[str, float]) -> Case:
@@ -86,6 +95,7 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
         {**letters, "packed": spec.packed, "batch_invariant": spec.batch_invariant},
         ms,
         tflops=flop / ms / 1e9,
+        peer=peer_of(spec, flop),
         err={"similarity": found.similarity},
         tbps=round(key_bytes / ms / 1e9, 3),
     )

@@ -94,6 +94,22 @@ def test_many_keys(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 @both_dtypes
+@pytest.mark.parametrize("sizes", [(70, 1, 26000), (700, 2, 2400), (9, 3, 190000)], ids=str)
+def test_long_calls(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Their last tiles go to whatever CTA comes first, which each launch counts anew."""
+    for kind in ("random", "one", "all"):
+        assert_is_unpaged(with_lengths(make_paged(*sizes, dtype=dtype), kind))
+    inputs = with_lengths(make_paged(*sizes, dtype=dtype), "random")
+    expected, graph = run(inputs), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(inputs)
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        assert same_bits(got, expected)
+
+
+@both_dtypes
 @pytest.mark.parametrize("max_len", [0, 1, 63, 130, 256, 257, 9000])
 def test_columns(max_len: int, dtype: torch.dtype) -> None:
     """More or fewer columns than the table holds; with clean=False those below each length are the same."""

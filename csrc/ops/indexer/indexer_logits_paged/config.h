@@ -7,9 +7,12 @@ namespace dsa::indexer_logits_paged {
 
 inline constexpr int kMathWarpgroups = 3;
 inline constexpr int kMathThreads = kMathWarpgroups * 128, kThreads = kMathThreads + 128;
-inline constexpr int kTileKeys = 64;  // of one page
+inline constexpr int kTileKeys = 64;     // of one page
+inline constexpr int kProductRows = 64;  // of Q
 inline constexpr int kMaxQueries = 6;
 inline constexpr int kCleanColumns = 4096;  // that a CTA fills at a time
+// Of long calls, one of kPieceShare units is not in the equal runs of CTAs but in pieces.
+inline constexpr int kPieceShare = 8, kPieceUnits = 12, kPieceSlots = 2;
 
 // Rows of Q per product, for `rows` rows of a sequence; a row is a head of a query.
 constexpr int pass_rows_for(int rows) { return rows <= 64 ? 64 : 128; }
@@ -28,12 +31,14 @@ struct Config {
   constexpr int max_rows() const { return max_passes() * pass_rows; }
   // The queries of two sequences, so that one's arrive while the other's are in use; of one if they take 96 KB.
   constexpr int q_slots() const { return 2 * max_passes() * pass_bytes() <= 98304 ? 2 : 1; }
-  // As many as fit; 24 small ones, 96 KB, are enough for the latency of memory. A multiple of the warpgroups, so that
-  // all tiles of a stage belong to one of them: another could not tell which of two phases of its barrier has ended.
+  // As many as fit; 24 small ones or 15 of 8 KB are enough for the latency of memory, and with 24 of these, calls of 40
+  // to 80 us took 5 % longer. A multiple of the warpgroups, so that all tiles of a stage belong to one of them: another
+  // could not tell which of two phases of its barrier has ended.
   constexpr int stages() const {
     constexpr int kRoom = 227 * 1024 - 768, kStageBytes = 288;  // scales of keys, barriers
     const int q_bytes = q_slots() * (max_passes() * pass_bytes() + max_rows() * int{sizeof(float)});
-    return std::min(24, (kRoom - q_bytes) / (tile_bytes() + kStageBytes)) / kMathWarpgroups * kMathWarpgroups;
+    return std::min(tile_bytes() < 8192 ? 24 : 15, (kRoom - q_bytes) / (tile_bytes() + kStageBytes)) / kMathWarpgroups *
+           kMathWarpgroups;
   }
 };
 

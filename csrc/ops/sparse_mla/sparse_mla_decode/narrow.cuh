@@ -5,13 +5,15 @@
 //
 //   warpgroup         waits on                       does                                         signals
 //   score             full_front[j], full_back[j]    S^T = K Q^T; softmax
-//                     probs_read of tile j-1         P^T, once for each group of columns          probs_written
+//                     probs_read of tile j-2         P^T, once for each group of columns          probs_written
 //                                                    after the last tile: lse, factor of O        finished
 //   value 0 (front)   probs_written                  O[:, 0:256) = O * rescale + P V              probs_read
 //                                                    unpacks columns [0, 256) of tile j+2         full_front[j+2]
 //   value 1 (back)    probs_written                  O[:, 256:512) = O * rescale + P V            probs_read
 //                                                    unpacks the other columns of tile j+2        full_back[j+2]
 //   value 0, 1        finished                       scale and store O
+//
+// P is double-buffered, so that the scores of a tile need not wait for the values of the one before.
 //
 // The sums of S^T of each group of columns are kept apart until all of them are complete, and then multiplied by the
 // group's factors, which are those of a row.
@@ -96,6 +98,45 @@ __device__ __forceinline__ void multiply_keys(NarrowStorage<kColumns, kHeads>& s
   }
 }
 
+// Brings keys into L2, some tiles before they are loaded: the loads of a tile, of 42 KB, do not start before the former
+// tile is stored. With 16 heads this gains nothing.
+template <int kColumns, int kHeads>
+struct Prefetcher {
+  static constexpr bool kIsUsed = kHeads == 32;
+  static constexpr int kTilesAhead = 3, kThreadsPerKey = 2, kLines = 3, kLineBytes = 128;
+  static constexpr int kLastByte = packed_bytes(kColumns) - 1;
+  static_assert(kWarpgroupThreads == kThreadsPerKey * kTileKeys && kLastByte < kThreadsPerKey * kLines * kLineBytes);
+  const KernelParams& p;
+  const int* g_ids;
+  int left, id, first_line;
+
+  __device__ __forceinline__ Prefetcher(const KernelParams& p, const Item& item, int thread)
+      : p(p), first_line(thread % kThreadsPerKey * kLines) {
+    const int first = (item.first_tile + kTilesAhead) * kTileKeys + thread / kThreadsPerKey;
+    g_ids = item.indices(p) + first;
+    left = item.slot_end - first;
+    load_id();
+  }
+
+  __device__ __forceinline__ void load_id() {
+    id = left > 0 ? __ldg(g_ids) : -1;
+    g_ids += kTileKeys;
+    left -= kTileKeys;
+  }
+
+  __device__ __forceinline__ void advance() {
+    if constexpr (!kIsUsed) return;
+    if (static_cast<unsigned>(id) < static_cast<unsigned>(p.slots)) {
+      int page, slot;
+      p.page_slots(page, slot, id);
+      const char* g_key = static_cast<const char*>(p.kv_cache) + page * p.page_bytes + slot * p.slot_bytes;
+#pragma unroll
+      for (int line = 0; line < kLines; ++line) prefetch_l2(g_key + min(kLastByte, (first_line + line) * kLineBytes));
+    }
+    load_id();
+  }
+};
+
 // The end of an item: lse, and the factors that turn O into the output. column_sum is of a thread's keys only.
 template <int kColumns, int kHeads, int kThreadHeads>
 __device__ __forceinline__ void finish_heads(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p,
@@ -136,8 +177,8 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
   Tensor r_sums = partition_fragment_C(mma, Shape<_64, Int<kHeads * kSums>>{});  // (of a sum, 1, sums)
   Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kHeads>>{});
   Ring<kNarrowStages> at;
-  Ring<2> finish_at;
-  uint32_t probs_parity = 1;
+  Ring<kProbsStages> probs_at;
+  Ring<kFinishStages> finish_at;
 
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Item item(p, index);
@@ -148,7 +189,9 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
     float column_max[kThreadHeads], column_sum[kThreadHeads];  // column_sum is of this thread's keys only
 #pragma unroll
     for (int c = 0; c < kThreadHeads; ++c) column_max[c] = -INFINITY, column_sum[c] = 0.f;
+    Prefetcher<kColumns, kHeads> prefetcher(p, item, thread);
     for (int tiles_left = item.tiles; tiles_left > 0; --tiles_left) {
+      prefetcher.advance();
       multiply_keys(shared, mma, r_sums, at.slot, at.parity, thread);
       float factors[2][kScaleGroups];
       bool visible[2];
@@ -194,23 +237,23 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
           column_sum[c] += s;
         }
       }
-      wait(&shared.probs_read, probs_parity);
-      probs_parity ^= 1;
+      wait(&shared.probs_read[probs_at.slot], probs_at.parity ^ 1);
       if (thread < 4) {
 #pragma unroll
-        for (int c = 0; c < kThreadHeads; ++c) shared.rescale[column_in_row(c, lane)] = exponents[c];
-        if (thread == 0) shared.is_last_tile = tiles_left == 1;
+        for (int c = 0; c < kThreadHeads; ++c) shared.rescale[probs_at.slot][column_in_row(c, lane)] = exponents[c];
+        if (thread == 0) shared.is_last_tile[probs_at.slot] = tiles_left == 1;
       }
 #pragma unroll
       for (int g = 0; g < kScaleGroups; ++g) {
         Tensor r_p = make_fragment_like(r_s);
 #pragma unroll
         for (int i = 0; i < size(r_s); ++i) r_p(i) = r_s(i) * factors[i / 2 % 2][g];
-        store_transposed<kHeads>(shared_address(shared.probs[g]), r_p, thread);
+        store_transposed<kHeads>(shared_address(shared.probs[probs_at.slot][g]), r_p, thread);
       }
       fence_async_proxy();
-      arrive(&shared.probs_written);
+      arrive(&shared.probs_written[probs_at.slot]);
       at.advance();
+      probs_at.advance();
     }
     finish_heads(shared, p, item, finish_at.slot, column_max, column_sum, thread);
     arrive(&shared.finished[finish_at.slot]);
@@ -248,8 +291,8 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
   Tensor r_o = partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeads>>{});  // (of a chunk, chunks, 1)
   Feeder feeder(shared, p);
   Ring<kNarrowStages> at;
-  Ring<2> finish_at;
-  uint32_t probs_parity = 0;
+  Ring<kProbsStages> probs_at;
+  Ring<kFinishStages> finish_at;
   const auto scale_heads = [&](const auto& factor) {
 #pragma unroll
     for (int i = 0; i < kHeads / 2; ++i) {
@@ -267,11 +310,11 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
       Tensor s_v =
           make_tensor(make_smem_ptr(shared.tiles[at.slot] + kBack * kRows * kTileRows), ColumnsByRows<kRows>{});
       Tensor r_v = mma.get_slice(0).partition_fragment_A(s_v);
-      wait(&shared.probs_written, probs_parity);
-      probs_parity ^= 1;
-      is_last = read_for_warp(shared.is_last_tile);
-      if (__any_sync(~0u, shared.rescale[unsigned(thread_index()) % kHeads] != kExponentOfOne)) {
-        scale_heads([&](int h) { return power_of_two(shared.rescale[h]); });
+      wait(&shared.probs_written[probs_at.slot], probs_at.parity);
+      is_last = read_for_warp(shared.is_last_tile[probs_at.slot]);
+      const auto& rescale = shared.rescale[probs_at.slot];
+      if (__any_sync(~0u, rescale[unsigned(thread_index()) % kHeads] != kExponentOfOne)) {
+        scale_heads([&](int h) { return power_of_two(rescale[h]); });
       }
       warpgroup_fence_operand(r_o);
       warpgroup_arrive();
@@ -280,7 +323,8 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           const int group = (kBack ? kGroups : 0) + chunk / (kChunks / kGroups);
-          Tensor s_p = make_tensor(make_smem_ptr(shared.probs[group]), HeadsByColumns<kHeads, kTileRows>{});
+          Tensor s_p =
+              make_tensor(make_smem_ptr(shared.probs[probs_at.slot][group]), HeadsByColumns<kHeads, kTileRows>{});
           Tensor r_p = mma.get_slice(0).partition_fragment_B(s_p);
           gemm(mma, r_v(_, chunk, k), r_p(_, 0, k), r_o(_, chunk, 0));
         }
@@ -297,7 +341,7 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
-      arrive(&shared.probs_read);
+      arrive(&shared.probs_read[probs_at.slot]);
       if (feeder.has_keys) {
         sync_warpgroup<kBarrier>();
         feeder.template store_keys<0, kEarlyChunks>(at.slot, pieces);
@@ -307,6 +351,7 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
         feeder.load_keys();
       }
       at.advance();
+      probs_at.advance();
     }
     wait(&shared.finished[finish_at.slot], finish_at.parity);
     scale_heads([&](int h) { return shared.finish[finish_at.slot][h]; });
@@ -327,8 +372,10 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_narrow_kernel(c
       barrier_init(&shared.full_front[i], kWarpgroupThreads);
       barrier_init(&shared.full_back[i], kWarpgroupThreads);
     }
-    barrier_init(&shared.probs_written, kWarpgroupThreads);
-    barrier_init(&shared.probs_read, 2 * kWarpgroupThreads);
+    for (int i = 0; i < kProbsStages; ++i) {
+      barrier_init(&shared.probs_written[i], kWarpgroupThreads);
+      barrier_init(&shared.probs_read[i], 2 * kWarpgroupThreads);
+    }
     for (uint64_t& barrier : shared.finished) barrier_init(&barrier, kWarpgroupThreads);
     fence_barrier_init();
   }
