@@ -31,18 +31,19 @@ HEADLINES = (
     (
         "sparse_mla_fwd",
         "h128_skv131072",
-        "Forward of sparse attention: **{tflops:.0f} TFLOP/s** with 128 heads, 131072 keys and 2048 selected keys for "
-        "each query; {ratio:.2f} times {peer} ({low:.2f} to {high:.2f} over the shapes with a figure of {library}).",
+        "Forward of sparse attention: **{tflops:.0f} TFLOP/s** with 4096 queries, 128 heads, 131072 keys and 2048 "
+        "selected keys for each query; {ratio:.2f} times {peer} ({low:.2f} to {high:.2f} over the shapes with a figure "
+        "of {library}).",
     ),
     (
         "sparse_mla_bwd",
         "h128_skv131072",
-        "Its backward: **{tflops:.0f} TFLOP/s**, {ratio:.2f} times {peer} ({low:.2f} to {high:.2f}).",
+        "Its backward, 4096 queries: **{tflops:.0f} TFLOP/s**, {ratio:.2f} times {peer} ({low:.2f} to {high:.2f}).",
     ),
     (
         "indexer_logits",
         "h64_skv131072",
-        "Indexer logits in fp8, 64 heads: **{tflops:.0f} TFLOP/s**, {ratio:.2f} times {peer} "
+        "Indexer logits in fp8, 4096 queries, 64 heads: **{tflops:.0f} TFLOP/s**, {ratio:.2f} times {peer} "
         "({low:.2f} to {high:.2f}).",
     ),
     (

@@ -2,7 +2,7 @@
 that are divided among ranks (context parallelism)."""
 
 import hashlib
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,8 @@ class ParallelSparseMLA(SparseMLA):
         Args:
             x: this rank's rows of the sequences [B, S_r, hidden_size], those of `rows_of_rank`; equal on all ranks of
                 the tensor-parallel group.
-            seq_len: length S of the whole sequences; by default S_r times the ranks that divide them.
+            seq_len: length S of the whole sequences; by default S_r times the ranks that divide them. It is required
+                where ranks hold different numbers of rows: their collectives would not match.
             cu_seqlens: as in SparseMLA.forward, with rows of the whole sequence.
             ids: as in SparseMLA.forward, for this rank's queries.
 
@@ -98,6 +99,10 @@ class ParallelSparseMLA(SparseMLA):
         if loss is not None:
             loss = summed(summed(loss * (len(own) / max(1, seq_len)), self._tp), self._cp)
         return SparseMLAOutput(out, loss, ids)
+
+    def make_cache(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises a TypeError: a parallel layer takes no cache."""
+        raise TypeError("ParallelSparseMLA: a parallel layer takes no cache, make_cache is for a SparseMLA on one rank")
 
     def _kv_b(self) -> Tensor:
         return all_heads(_local(self.kv_b_proj.weight), self._tp)

@@ -237,6 +237,8 @@ def test_errors() -> None:
         one_rank(lambda mesh: parallelize(parallelize(make_layer(), mesh, tensor="tp"), mesh, tensor="tp"))
     with pytest.raises(TypeError, match="parallelize: layer must be a SparseMLA, got Linear"):
         one_rank(lambda mesh: parallelize(torch.nn.Linear(2, 2), mesh, tensor="tp"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ParallelSparseMLA: a parallel layer takes no cache"):
+        one_rank(lambda mesh: parallelize(make_layer(), mesh, tensor="tp").make_cache(1, 8, 2, 64))
     with pytest.raises(TypeError, match="parallelize: mesh must be a DeviceMesh, got str"):
         parallelize(make_layer(), "tp", tensor="tp")  # type: ignore[arg-type]
 
