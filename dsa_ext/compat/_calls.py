@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dsa_ext.ops._checks import describe
+from dsa_ext.ops._library import is_transformed, refuse_tangents
 
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
@@ -15,6 +16,8 @@ def without_gradient(op: Any, *args: Any) -> Any:
     """The results of an operator. They have no gradient."""
     if is_compiling():
         return op(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
+    if is_transformed():
+        refuse_tangents(op._opname, args)
     with _BelowAutograd():
         return op._op(*args)
 

@@ -97,16 +97,23 @@ def fp8_mqa_logits(
 def _from_first_key(
     q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, starts: Tensor, ends: Tensor, columns: int
 ) -> Tensor:
+    """Rows of `columns` scores from the first key of each query on."""
+    if q.dim() != 3:
+        fail("fp8_mqa_logits", "q", "[S, Hi, Di]", q)
+    for name, tensor in (("weights", weights), ("cu_seq_len_k_start", starts), ("cu_seq_len_k_end", ends)):
+        if tensor.shape[:1] != q.shape[:1]:
+            fail("fp8_mqa_logits", name, f"as long as q, which has {q.shape[0]} rows", tensor)
     rows, keys = len(q), len(kv[0])
     result = torch.empty(rows, columns, dtype=torch.float32, device=q.device)
     step = max(1, _LOGITS // max(1, keys, columns))
     offsets = torch.arange(columns, device=q.device)
-    for first in range(0, rows if keys else 0, step):
+    for first in range(0, max(1, rows), step):  # once without rows, for the operator's checks
         run = slice(first, first + step)
         parts = (weights[run], starts[run], ends[run])
         logits = without_gradient(_indexer_logits, q[run], kv[0], *parts, kv[1], False)
-        places = (starts[run, None].clamp(min=0) + offsets).clamp_(max=keys - 1)
-        torch.gather(logits, 1, places, out=result[run])
+        if keys > 0:
+            places = (starts[run, None].clamp(min=0) + offsets).clamp_(max=keys - 1)
+            torch.gather(logits, 1, places, out=result[run])
     return result
 
 

@@ -23,6 +23,7 @@ from dsa_ext.distributed.collectives import (
     summed,
 )
 from dsa_ext.distributed.shares import Order, shares_of
+from dsa_ext.nn.heads import is_plain
 from dsa_ext.nn.indexer import IndexerTensors
 from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput, _Rows
 from dsa_ext.ops._checks import describe
@@ -34,9 +35,16 @@ class ParallelSparseMLA(SparseMLA):
     `attention_to_all` and `select` take whole sequences, equal on all ranks, and return results for all queries.
     """
 
-    _tp: Group
-    _cp: Group
+    _groups: "_Groups"
     _order: Order
+
+    @property
+    def _tp(self) -> Group:
+        return self._groups.tensor
+
+    @property
+    def _cp(self) -> Group:
+        return self._groups.context
 
     def forward(  # type: ignore[override]
         self,
@@ -71,6 +79,8 @@ class ParallelSparseMLA(SparseMLA):
         own = among_heads.rows(rank_in(self._tp))
         whole = self._rows(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
         here, queries = whole.at(held, x.shape[0]), whole.at(held[own], x.shape[0])
+        if ids is not None:
+            self._check_ids(ids, x[:, : len(own)])
 
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         heads = linear(shared(q_latent, self._tp), _local(self.q_b_proj.weight))
@@ -119,7 +129,7 @@ class ParallelSparseMLA(SparseMLA):
     def rows_of_rank(self, seq_len: int) -> Tensor:
         """The rows of sequences of this length that this rank holds, ascending; on the CPU."""
         shares = shares_of(seq_len, size_of(self._cp), self._order, torch.device("cpu"))
-        return shares.rows(rank_in(self._cp))
+        return shares.rows(rank_in(self._cp)).clone()
 
     def _indexer_tensors(
         self, x: Tensor, q_latent: Tensor, keys: Tensor, queries: _Rows, own: Tensor
@@ -130,6 +140,16 @@ class ParallelSparseMLA(SparseMLA):
         q, weights = linear(q_latent[:, own], wq_b), linear(x[:, own], weights_proj)
         q, weights = self.indexer.placed_queries(q, weights, queries.positions)
         return IndexerTensors(q, shared(keys, self._tp), weights)
+
+
+class _Groups:
+    """Process groups, which copies of a layer share."""
+
+    def __init__(self, tensor: Group, context: Group) -> None:
+        self.tensor, self.context = tensor, context
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Groups":
+        return self
 
 
 def parallelize(
@@ -161,8 +181,9 @@ def parallelize(
     Raises:
         TypeError: layer is not a SparseMLA, or mesh not a DeviceMesh.
         ValueError: the layer is parallel already, the mesh has no such dimension, both are the same or none is named,
-            the heads cannot be divided among the ranks, or the layers of the ranks differ in shape, dtype or options;
-            then all ranks raise it. That their weights are equal is not checked.
+            the heads cannot be divided among the ranks, a projection has an adapter, a hook or a bias, or the layers of
+            the ranks differ in shape, dtype or options; then all ranks raise it. That their weights are equal is not
+            checked.
     """
     for argument, value, kind in (("layer", layer, SparseMLA), ("mesh", mesh, DeviceMesh)):
         if not isinstance(value, kind):
@@ -180,11 +201,17 @@ def parallelize(
     ranks = 1 if tensor is None else mesh[tensor].size()
     if layer.heads % ranks != 0:
         raise ValueError(f"parallelize: the layer's heads must be a multiple of {ranks} ranks, got {layer.heads}")
+    weights_read = (layer.q_b_proj, layer.kv_b_proj, layer.o_proj, layer.indexer.wq_b, layer.indexer.weights_proj)
+    if not all(map(is_plain, weights_read)):
+        raise ValueError(
+            "parallelize: q_b_proj, kv_b_proj, o_proj and the wq_b and weights_proj of the indexer must be nn.Linear "
+            f"without bias, adapters and hooks, got {', '.join(map(repr, weights_read))}"
+        )
     layer.__class__ = ParallelSparseMLA
     assert isinstance(layer, ParallelSparseMLA)
     layer._order = order
-    layer._tp, layer._cp = (
-        None if name is None or mesh[name].size() == 1 else mesh[name].get_group() for name in (tensor, context)
+    layer._groups = _Groups(
+        *(None if name is None or mesh[name].size() == 1 else mesh[name].get_group() for name in (tensor, context))
     )
     for group in (layer._tp, layer._cp):
         _check_equal(layer, group, mesh.device_type)

@@ -36,6 +36,11 @@ def shares_of(seq: int, ranks: int, order: Order, device: torch.device) -> Share
     With "zigzag", rank r has parts r and 2 ranks - 1 - r of 2 ranks equal parts: where a query reads the keys before
     it, all ranks then have the same work.
     """
+    with torch.inference_mode(False), torch.device("cpu"):  # whatever the mode of the first call
+        return _shares_of(seq, ranks, order, device)
+
+
+def _shares_of(seq: int, ranks: int, order: Order, device: torch.device) -> Shares:
     row = torch.arange(seq)
     if order == "zigzag":
         parts = row.tensor_split(2 * ranks)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsa_ext.ops._checks import check_are_tensors, check_is_tensor, describe, fail
+from dsa_ext.ops._checks import check_are_tensors, check_is_tensor, describe, dtype_name, fail
+from dsa_ext.ops._library import refuse_tangents
 
 
 def indexer_logits(
@@ -215,8 +216,9 @@ def quantize_indexer(
             expected = "bfloat16, float32 or float64 [..., 64 or 128]"
             fail("quantize_indexer", f"{name} must be {expected}, got {describe(x)}")
         columns = x.shape[-1]
-        if columns != q.shape[-1]:
-            fail("quantize_indexer", f"k must be [..., {q.shape[-1]}] like q, got {describe(x)}")
+        if columns != q.shape[-1] or x.dtype != q.dtype:
+            fail("quantize_indexer", f"k must be {dtype_name(q.dtype)} [..., {q.shape[-1]}] like q, got {describe(x)}")
+        refuse_tangents("quantize_indexer", (x,))
         if recipe == "ue8m0_hadamard":
             x = hadamard_transform(x)
         x = x.detach().float() if x.dtype == torch.float64 else x.detach()

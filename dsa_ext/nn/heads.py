@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from dsa_ext.ops._library import is_transformed
+from dsa_ext.ops.sparse_mla import VALUE_COLUMNS
 
 
 def is_plain(projection: Any) -> bool:
@@ -22,6 +23,16 @@ def is_plain(projection: Any) -> bool:
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     is_changed = "forward" in vars(projection) or any(getattr(projection, name) for name in hooks)
     return projection.bias is None and not is_changed
+
+
+def weight_of(projection: Any, like: Tensor) -> Tensor:
+    """The weight with which a projection of latent keys multiplies inputs of the dtype and on the device of `like`:
+    with an adapter, a quantizer, an offload or a hook, its product with the unit matrix."""
+    if is_plain(projection):
+        weight: Tensor = projection.weight
+    else:
+        weight = projection(torch.eye(VALUE_COLUMNS, device=like.device, dtype=like.dtype)).T
+    return weight
 
 
 def multiply(out: Tensor, x: Tensor, weights: Tensor) -> None:

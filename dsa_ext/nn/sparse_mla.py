@@ -8,7 +8,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from dsa_ext import functional
 from dsa_ext.nn.absorbed import Absorbed, Rope, absorbed_attention, absorbed_queries
-from dsa_ext.nn.heads import is_plain, multiply_heads
+from dsa_ext.nn.heads import is_plain, multiply_heads, weight_of
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.paged_cache import FP8, DecodeStep, PagedKVCache, PrefillStep
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
@@ -366,7 +366,7 @@ class SparseMLA(nn.Module):
 
     def _kv_b(self) -> Tensor:
         """The weight of kv_b_proj, of all heads."""
-        return self.kv_b_proj.weight
+        return weight_of(self.kv_b_proj, self.kv_a_layernorm.weight)
 
     def _weights(self, kv_b: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of kv_b_proj for keys and for values, per head: [H, nope_dim or v_dim, kv_lora_rank]."""

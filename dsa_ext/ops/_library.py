@@ -69,7 +69,7 @@ def _above_devices(op: str, with_gradient: Callable[..., Any]) -> None:
         keyset = keyset & torch._C._after_autograd_keyset
         try:
             if forward_ad._current_level >= 0:
-                _refuse_tangents(op, args)
+                refuse_tangents(op, args)
             if torch.is_grad_enabled() and any_requires_grad(*args):
                 if transforms_active():
                     fail(op, "the gradient transforms of torch.func are not supported, use torch.autograd")
@@ -90,7 +90,8 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def _refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
+def refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
+    """Raises an error if an argument has a tangent, that of forward-mode differentiation."""
     for arg in args:
         if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
             fail(op, "forward-mode differentiation (jvp) is not supported")

@@ -100,6 +100,27 @@ def test_errors() -> None:
             deep_gemm.fp8_paged_mqa_logits(inputs.q, cache, *tables, 64)
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(None, None), (0, None), (None, 0)])
+def test_errors_with_rows_from_their_first_key(rows: int | None, keys: int | None) -> None:
+    """Also where there is nothing to compute, and in calls that compute rows in parts."""
+    q, kv, weights, starts, ends = prefill_inputs()
+    q, weights, starts, ends = (x[:rows] for x in (q, weights, starts, ends))
+    kv = (kv[0][:keys], kv[1][:keys])
+    for name, bad in (
+        ("weights", torch.cat([weights, weights[:1]]) if len(q) else torch.ones(3)),
+        ("starts", ends[:-1]),
+    ):
+        if name == "starts" and not len(q):
+            continue
+        args = {"weights": weights, "starts": starts} | {name: bad}
+        with pytest.raises(RuntimeError, match=r"fp8_mqa_logits: .* must be as long as q"):
+            deep_gemm.fp8_mqa_logits(q, kv, args["weights"], args["starts"], ends, False, 5)
+    with pytest.raises(RuntimeError, match="weights must be float32"):
+        deep_gemm.fp8_mqa_logits(q, kv, weights.double(), starts, ends, False, 5)
+    with pytest.raises(RuntimeError, match="fp8_mqa_logits: q must be"):
+        deep_gemm.fp8_mqa_logits(q[..., 0], kv, weights, starts, ends, False, 5)
+
+
 def test_results_have_no_gradient() -> None:
     q, kv, weights, *bounds = prefill_inputs()
     expected = deep_gemm.fp8_mqa_logits(q, kv, weights, *bounds)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import dsa_ext
 from dsa_ext.compat import flash_mla
@@ -106,6 +107,12 @@ def test_metadata_of_any_type(metadata: Any) -> None:
 def test_results_have_no_gradient() -> None:
     q, cache, indices = decode_inputs()
     assert not call(q.requires_grad_(), cache, indices)[0].requires_grad
+
+
+def test_forward_mode_is_an_error() -> None:
+    q, cache, indices = decode_inputs()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="sparse_mla_decode: forward-mode differentiation"):
+        call(forward_ad.make_dual(q, torch.ones_like(q)), cache, indices)
 
 
 def test_compiles() -> None:

@@ -1,5 +1,6 @@
 """SparseMLA on several ranks, with gloo on the CPU, against one rank."""
 
+import copy
 import itertools
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from gloo_ranks import gloo_rank
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,9 +79,7 @@ def compare(layer: SparseMLA, parallel: Any, cp: Any, seq: int, phase: Any, pack
 
 def run(rank: int, tensor: int, context: int, order: Any, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=tensor * context)
-    try:
+    with gloo_rank(rank, tensor * context, folder):
         mesh = init_device_mesh("cpu", (context, tensor), mesh_dim_names=("cp", "tp"))
         layer = make_layer()
         parallel = parallelize(make_layer(), mesh, tensor="tp", context="cp", order=order)
@@ -94,8 +94,6 @@ def run(rank: int, tensor: int, context: int, order: Any, folder: str) -> None:
         x = normal(BATCH, 24, HIDDEN)
         assert torch.equal(parallel.select(x), layer.select(x))
         torch.testing.assert_close(parallel.attention_to_all(x), layer.attention_to_all(x))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -111,9 +109,7 @@ def test_like_one_rank(tensor: int, context: int, order: str, tmp_path: Path) ->
 
 def record_order(rank: int, folder: str) -> None:
     """Collectives begin before what does not need them, and are waited for afterwards; in the backward pass too."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
+    with gloo_rank(rank, 2, folder):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
         for name in ("tensor", "context"):
             parallel = parallelize(make_layer(), mesh, **{name: "ranks"})
@@ -148,8 +144,6 @@ def record_order(rank: int, folder: str) -> None:
                 assert forward == [*starts, "select", "_Gather.finish"]
                 begun = events.index("_ReduceScatter.start")
                 assert begun < events.index("wq_b") < len(events) - 1 - events[::-1].index("_ReduceScatter.finish")
-    finally:
-        dist.destroy_process_group()
 
 
 def test_collectives_run_beside_the_indexer(tmp_path: Path) -> None:
@@ -157,9 +151,7 @@ def test_collectives_run_beside_the_indexer(tmp_path: Path) -> None:
 
 
 def save_or_load(rank: int, ranks: int, save: bool, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
-    try:
+    with gloo_rank(rank, ranks, folder):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
         layer = make_layer()
         if not save:
@@ -175,8 +167,6 @@ def save_or_load(rank: int, ranks: int, save: bool, folder: str) -> None:
             parallel.load_state_dict(state)
             x = normal(BATCH, 17, HIDDEN)
             torch.testing.assert_close(parallel(x).out, make_layer()(x).out)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_checkpoints_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
@@ -187,9 +177,7 @@ def test_checkpoints_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 def train_sharded(rank: int, checkpointed: bool, folder: str) -> None:
     """Two steps with parameters sharded over data-parallel ranks, each of which is a tensor-parallel group."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    try:
+    with gloo_rank(rank, 4, folder):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         plain, layer = make_layer(), parallelize(make_layer(), mesh, tensor="tp")
         parallel = fully_shard(layer, mesh=mesh["dp"])
@@ -210,8 +198,6 @@ def train_sharded(rank: int, checkpointed: bool, folder: str) -> None:
                 optimizer.zero_grad()
         for (name, p), q in zip(plain.named_parameters(), parallel.parameters(), strict=True):
             torch.testing.assert_close(q.full_tensor(), p, msg=name)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -244,16 +230,13 @@ def test_errors() -> None:
 
 
 def with_another_layer(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
+    with gloo_rank(rank, 2, folder):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         layer = make_layer()
         layer.topk += rank
         message = f"the layers of the ranks differ; on this rank: 12 heads, topk {layer.topk}, "
         with pytest.raises(ValueError, match=message):
             parallelize(layer, mesh, context="cp")
-    finally:
-        dist.destroy_process_group()
 
 
 def test_ranks_with_different_layers(tmp_path: Path) -> None:
@@ -267,6 +250,45 @@ def one_rank(call: Any) -> None:
         call(init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
     finally:
         dist.destroy_process_group()
+
+
+def in_other_modes(rank: int, folder: str) -> None:
+    """The ids of other queries are refused; what is cached under inference_mode serves training; copies of a layer."""
+    with gloo_rank(rank, 2, folder):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        layer = parallelize(make_layer(), mesh, tensor="tp")
+        shares_of.cache_clear()
+        x = normal(BATCH, 24, HIDDEN)
+        with torch.inference_mode():
+            expected = layer(x)
+            everything = layer.select(x)
+        layer.rows_of_rank(24).zero_()
+        x = x[:, layer.rows_of_rank(24)].requires_grad_()
+        for module in (layer, copy.deepcopy(layer)):
+            got = module(x)
+            torch.testing.assert_close(got.out, expected.out)
+            (got.out.sum() + got.indexer_loss).backward()
+        torch.testing.assert_close(layer(x, ids=expected.ids.clone()).out, expected.out)
+        with pytest.raises(ValueError, match=r"SparseMLA: ids must be int32 \[B=2, S=12, K\]"):
+            layer(x, ids=everything)
+        layer.phase = "warmup"
+        with pytest.raises(ValueError, match="ids must be None except in the phase 'sparse'"):
+            layer(x, ids=expected.ids.clone())
+
+
+def test_modes_copies_and_ids(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(in_other_modes, (str(tmp_path),), 2)
+
+
+@pytest.mark.parametrize("name", ["q_b_proj", "kv_b_proj", "o_proj"])
+def test_projections_with_hooks_are_refused(name: str) -> None:
+    def call(mesh: Any) -> None:
+        layer = make_layer()
+        getattr(layer, name).register_forward_hook(lambda module, args, result: result * 2)
+        with pytest.raises(ValueError, match=r"must be nn\.Linear without bias, adapters and hooks"):
+            parallelize(layer, mesh, tensor="tp")
+
+    one_rank(call)
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])

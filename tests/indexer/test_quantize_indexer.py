@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import dsa_ext
 
@@ -99,6 +100,10 @@ def test_errors() -> None:
     message = "dsa::quantize_indexer: k must be bfloat16, float32 or float64 [..., 64 or 128], got bfloat16 [4, 63]"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         dsa_ext.quantize_indexer(q, k[:, 1:])
-    message = "dsa::quantize_indexer: k must be [..., 128] like q, got bfloat16 [4, 64]"
+    message = "dsa::quantize_indexer: k must be bfloat16 [..., 128] like q, got bfloat16 [4, 64]"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         dsa_ext.quantize_indexer(torch.cat([q, q], dim=-1), k)
+    with pytest.raises(RuntimeError, match=r"k must be bfloat16 .* like q, got float32"):
+        dsa_ext.quantize_indexer(q, k.float())
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="quantize_indexer: forward-mode differentiation"):
+        dsa_ext.quantize_indexer(q, forward_ad.make_dual(k, torch.ones_like(k)))

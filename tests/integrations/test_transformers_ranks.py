@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from gloo_ranks import gloo_rank
 from torch.distributed.tensor import DTensor
 from transformers_models import MODELS, integration, make_model, tokens, transformers
 
@@ -14,10 +14,8 @@ pytest.importorskip("accelerate")
 
 
 def run(rank: int, name: str, folder: str) -> None:
-    torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
+    with gloo_rank(rank, 2, folder):
         from transformers.distributed.configuration_utils import DistributedConfig
 
         kind = getattr(transformers, f"{name}ForCausalLM")
@@ -38,8 +36,6 @@ def run(rank: int, name: str, folder: str) -> None:
                 gradient = got.grad.full_tensor() if isinstance(got.grad, DTensor) else got.grad
                 atol = 1e-3 * float(expected.grad.abs().max())  # a score may round across the 0 of relu
                 torch.testing.assert_close(gradient, expected.grad, rtol=1e-3, atol=atol, msg=n)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", MODELS)

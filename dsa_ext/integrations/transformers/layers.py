@@ -17,7 +17,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttent
 from dsa_ext import functional
 from dsa_ext.integrations.transformers.masks import NAME, bounds_of
 from dsa_ext.nn.absorbed import Rope, absorbed_attention
-from dsa_ext.nn.heads import is_plain
+from dsa_ext.nn.heads import is_plain, weight_of
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 from dsa_ext.nn.rotary import rotated
 from dsa_ext.ops._checks import describe, dtype_name
@@ -101,11 +101,7 @@ def misfit(layer: Any) -> str | None:
 def _latent_weights(layer: Any, like: Tensor) -> list[Tensor]:
     """The weights of kv_b_proj for keys and for values, per head: [H, columns, 512]."""
     projection = layer.kv_b_proj
-    if is_plain(projection):
-        weight = projection.weight
-    else:  # by an adapter, a quantizer or an offload: its product with the unit matrix
-        weight = projection(torch.eye(VALUE_COLUMNS, device=like.device, dtype=like.dtype)).T
-    heads = weight.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
+    heads = weight_of(projection, like).unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
     return list(heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1))
 
 
