@@ -17,18 +17,6 @@ __device__ __forceinline__ void prefetch_l2(const void* g, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(g), "r"(bytes) : "memory");
 }
 
-// st.global of one word under a predicate: never a branch
-__device__ __forceinline__ void store_if(bool predicate, float* g, float value) {
-  asm volatile(
-      "{\n"
-      ".reg .pred is_stored;\n"
-      "setp.ne.s32 is_stored, %2, 0;\n"
-      "@is_stored st.global.f32 [%0], %1;\n"
-      "}\n" ::"l"(g),
-      "f"(value), "r"(static_cast<int>(predicate))
-      : "memory");
-}
-
 // ld.global, only to bring the line into L1; the value is not used
 __device__ __forceinline__ void touch(const float* g) {
   [[maybe_unused]] float unused;

@@ -96,7 +96,7 @@ def test_many_keys(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
 @both_dtypes
 @pytest.mark.parametrize("sizes", [(70, 1, 26000), (700, 2, 2400), (9, 3, 190000)], ids=str)
 def test_long_calls(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Their last tiles go to whatever CTA comes first, which each launch counts anew."""
+    """Every CTA has tiles of several sequences, and some have many tiles of one."""
     for kind in ("random", "one", "all"):
         assert_is_unpaged(with_lengths(make_paged(*sizes, dtype=dtype), kind))
     inputs = with_lengths(make_paged(*sizes, dtype=dtype), "random")

@@ -88,7 +88,6 @@ indexer_logits_paged::Params paged_params_of(const PagedScoring& scoring, int64_
       .block_table = reinterpret_cast<const int*>(at(block_table, first)),
       .logits = static_cast<float*>(logits.data_ptr()),
       .bounds = nullptr,
-      .taken = nullptr,
       .q_stride_b = q.stride(0),
       .q_stride_n = q.stride(1),
       .q_stride_h = q.stride(2),
@@ -114,13 +113,6 @@ indexer_logits_paged::Params paged_params_of(const PagedScoring& scoring, int64_
       .device = call.index,
       .num_sms = call.num_sms,
   };
-}
-
-void let_take_pieces(indexer_logits_paged::Params& params, std::optional<Tensor>& taken, const DeviceCall& call) {
-  constexpr int64_t kKeysPerSm = 12288;
-  if (params.batch * int64_t{params.max_keys} < kKeysPerSm * params.num_sms) return;
-  if (!taken) taken = empty({1}, ScalarType::Int, call.index);
-  params.taken = static_cast<int*>(taken->data_ptr());
 }
 
 topk_select::PageTable page_table_of(const Tensor& table, int64_t page_size, int64_t rows) {

@@ -23,10 +23,6 @@ int64_t check_columns(const char* op, const PagedScoring& scoring, std::optional
 indexer_logits_paged::Params paged_params_of(const PagedScoring& scoring, int64_t first, int64_t count,
                                              const Tensor& logits, const DeviceCall& call);
 
-// Lets a long call spread the end of its work over the CTAs as they come; `taken` counts for it. The launch sets it to
-// zero first, which takes 2 us.
-void let_take_pieces(indexer_logits_paged::Params& params, std::optional<Tensor>& taken, const DeviceCall& call);
-
 // For `rows` rows, of which each sequence of the table has as many.
 topk_select::PageTable page_table_of(const Tensor& table, int64_t page_size, int64_t rows);
 

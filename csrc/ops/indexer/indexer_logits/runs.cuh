@@ -17,11 +17,9 @@ struct RunStorage {
   Run run;
 };
 
-// Finds this CTA's run of items that have units_of(item) units each. Of all `units`, the CTAs share the first
-// units_of_runs(units). Called by all threads.
-template <int kThreads, class UnitsOf, class UnitsOfRuns>
-__device__ __forceinline__ void find_run(RunStorage<kThreads>& shared, int items, UnitsOf units_of,
-                                         UnitsOfRuns units_of_runs) {
+// Finds this CTA's run of items that have units_of(item) units each. Called by all threads.
+template <int kThreads, class UnitsOf>
+__device__ __forceinline__ void find_run(RunStorage<kThreads>& shared, int items, UnitsOf units_of) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int thread_items = (items + kThreads - 1) / kThreads;
   const int first = min(items, static_cast<int>(threadIdx.x) * thread_items);
@@ -43,7 +41,6 @@ __device__ __forceinline__ void find_run(RunStorage<kThreads>& shared, int items
     if (w < warp) before += shared.warp_units[w];
     all += shared.warp_units[w];
   }
-  all = units_of_runs(all);
   const int64_t run_begin = all * blockIdx.x / gridDim.x, run_end = all * (blockIdx.x + 1) / gridDim.x;
   if (run_begin < run_end && before <= run_begin && run_begin < before + mine) {
     int item = first;
@@ -51,11 +48,6 @@ __device__ __forceinline__ void find_run(RunStorage<kThreads>& shared, int items
     shared.run = {run_end - run_begin, item, static_cast<int>(run_begin - before)};
   }
   __syncthreads();
-}
-
-template <int kThreads, class UnitsOf>
-__device__ __forceinline__ void find_run(RunStorage<kThreads>& shared, int items, UnitsOf units_of) {
-  find_run(shared, items, units_of, [](int64_t units) { return units; });
 }
 
 }  // namespace dsa::indexer_logits

@@ -7,12 +7,9 @@ namespace dsa::indexer_logits_paged {
 
 inline constexpr int kMathWarpgroups = 3;
 inline constexpr int kMathThreads = kMathWarpgroups * 128, kThreads = kMathThreads + 128;
-inline constexpr int kTileKeys = 64;     // of one page
-inline constexpr int kProductRows = 64;  // of Q
+inline constexpr int kTileKeys = 64;  // of one page
 inline constexpr int kMaxQueries = 6;
 inline constexpr int kCleanColumns = 4096;  // that a CTA fills at a time
-// Of long calls, one of kPieceShare units is not in the equal runs of CTAs but in pieces.
-inline constexpr int kPieceShare = 8, kPieceUnits = 12, kPieceSlots = 2;
 
 // Rows of Q per product, for `rows` rows of a sequence; a row is a head of a query.
 constexpr int pass_rows_for(int rows) { return rows <= 64 ? 64 : 128; }

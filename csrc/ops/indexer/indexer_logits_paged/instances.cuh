@@ -57,10 +57,6 @@ template <class Element>
 const char* launch_element(const Params& p, void* stream) {
   constexpr int kBytes = sizeof(Element);
   const auto s = static_cast<cudaStream_t>(stream);
-  if (p.taken != nullptr) {
-    const cudaError_t cleared = cudaMemsetAsync(p.taken, 0, sizeof(int), s);
-    if (cleared != cudaSuccess) return cudaGetErrorString(cleared);
-  }
   return p.dim == 128 ? launch_heads<Element, 128 * kBytes>(p, s) : launch_heads<Element, 64 * kBytes>(p, s);
 }
 

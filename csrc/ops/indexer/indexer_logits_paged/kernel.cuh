@@ -9,31 +9,114 @@
 //   feed      warps 12-14      each loads the tiles of a warpgroup, and        tile_empty,  tile_full (by TMA),
 //                              their scales                                    q_full       q_empty
 //   query     warp 15          loads Q of each sequence, its weights and       q_empty      q_full (by TMA)
-//                              lengths; writes -inf after the last tile of
-//                              each sequence, and bounds of the queries
+//                              lengths; then writes -inf after the last tile
+//                              of each sequence, and bounds of the queries
 //
 // The tiles of all sequences form one long list, of which each persistent CTA takes an equal run; the table and the
-// lengths are read on the device. In long calls the runs leave the end of the list, from which CTAs take pieces when
-// their run ends: not all SMs read equally fast. The query warp takes a piece ahead of the feeding warps, which wait
-// for it (piece_full, piece_empty). The ring of tiles is what hides the latency of memory. A tile belongs to one
-// multiply warpgroup, and to the warp that feeds it: warpgroup w takes tiles w, w + 3, .. of the CTA's run. Each logit
-// is computed as in indexer_logits.
+// lengths are read on the device. The ring of tiles is what hides the latency of memory. A tile belongs to one multiply
+// warpgroup, and to the warp that feeds it: warpgroup w takes tiles w, w + 3, .. of the CTA's run. Each logit is
+// computed as in indexer_logits.
 #pragma once
 
 #include <cuda.h>
+#include <cutlass/cutlass.h>
 
-#include "multiply.cuh"
+#include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "config.h"
+#include "ops/indexer/indexer_logits/heads.cuh"
+#include "ops/indexer/indexer_logits/runs.cuh"
+#include "params.h"
+#include "sm90/mbarrier.cuh"
 #include "sm90/tma.cuh"
+#include "sm90/warpgroup.cuh"
+#include "tiles/accumulators.cuh"
+#include "tiles/mma.cuh"
 
 namespace dsa::indexer_logits_paged {
 
-// Loads Q of each sequence of a run, its weights and the lengths of its queries. Called by one warp.
+using namespace dsa::tiles;
+using indexer_logits::kIsFp8;
+
+// What the feeding warp says about a tile.
+struct alignas(16) Tile {
+  int sequence;   // -1: the end of the CTA's run
+  int ordinal;    // of the sequence in the CTA's run
+  int first_key;  // in the sequence
+  int keys;       // at most kTileKeys; negative if their block does not exist, so that nothing has been loaded
+};
+
+template <class Element, Config kC>
+struct SharedStorage {
+  alignas(1024) Element q[kC.q_slots()][kC.max_passes()][kC.pass_bytes() / sizeof(Element)];
+  alignas(1024) Element keys[kC.stages()][kC.tile_bytes() / sizeof(Element)];
+  alignas(16) float scales[kIsFp8<Element> ? kC.stages() : 1][kTileKeys];
+  // For each 16 rows of Q, four words for each lane of a quad, as sum_heads takes them.
+  alignas(16) float weights[kC.q_slots()][kC.max_rows()];
+  Tile tiles[kC.stages()];
+  int lengths[kC.q_slots()][kMaxQueries];
+  indexer_logits::RunStorage<kThreads> plan;  // items are sequences
+  alignas(8) uint64_t q_full[kC.q_slots()], q_empty[kC.q_slots()], tile_full[kC.stages()], tile_empty[kC.stages()];
+};
+
+// How many keys a query sees.
+__device__ __forceinline__ int length_of(const Params& p, int sequence, int query) {
+  const int length = max(0, p.context_lens[sequence * p.lens_stride_b + query * p.lens_stride_n]);
+  return min(max(0, p.length_per_query ? length : length - p.queries + 1 + query), p.max_keys);
+}
+
+// How many keys the queries of a sequence see, and the tiles of these.
+struct Extent {
+  int keys, tiles;
+
+  // Work is counted in units: one for the start of a sequence, and one per tile.
+  __device__ __forceinline__ int units() const { return tiles > 0 ? 1 + tiles : 0; }
+};
+
+// Tiles of one page.
+__device__ __forceinline__ int page_tiles(const Params& p) { return (p.page + kTileKeys - 1) / kTileKeys; }
+
+__device__ __forceinline__ Extent extent_of(const Params& p, int sequence) {
+  int keys = length_of(p, sequence, p.queries - 1);
+  for (int query = 0; p.length_per_query && query < p.queries - 1; ++query) {
+    keys = max(keys, length_of(p, sequence, query));
+  }
+  return {keys, keys / p.page * page_tiles(p) + (keys % p.page + kTileKeys - 1) / kTileKeys};
+}
+
+// The block that holds tile `tile` of a sequence, or -1.
+__device__ __forceinline__ int block_of(const Params& p, int sequence, int tile) {
+  const int block = p.block_table[sequence * p.table_stride_b + tile / page_tiles(p) * p.table_stride_page];
+  return block < p.blocks ? max(block, -1) : -1;
+}
+
+// Calls `visit(sequence, ordinal, first, end)` for tiles [first, end) of each sequence in a CTA's run.
+template <class Visit>
+__device__ __forceinline__ void walk(const indexer_logits::Run& run, const Params& p, Visit visit) {
+  int skip = run.skip, ordinal = 0;
+  int64_t left = run.units;
+  for (int sequence = run.item; left > 0 && sequence < p.batch; ++sequence, skip = 0) {
+    const int units = extent_of(p, sequence).units(), end = static_cast<int>(min(int64_t{units}, skip + left));
+    left -= end - skip;
+    const int first = max(skip - 1, 0);
+    if (first < end - 1) visit(sequence, ordinal++, first, end - 1);
+  }
+}
+
+// Passes over the rows of Q of a sequence.
+template <Config kC>
+__device__ __forceinline__ int passes_of(const Params& p) {
+  return kC.max_passes() == 1 ? 1 : (p.queries * kC.heads + kC.pass_rows - 1) / kC.pass_rows;
+}
+
+// Loads Q of each sequence, its weights and the lengths of its queries. Run by one warp.
 template <class Element, Config kC>
 __device__ __forceinline__ void load_queries(SharedStorage<Element, kC>& shared, const Params& p,
-                                             const CUtensorMap& q_map, const indexer_logits::Run& run, int& ordinal) {
+                                             const CUtensorMap& q_map) {
   constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element), kSlots = kC.q_slots();
   const int lane = threadIdx.x % 32, passes = passes_of<kC>(p);
-  walk(run, p, ordinal, [&](int sequence, int ordinal, int, int) {
+  walk(shared.plan.run, p, [&](int sequence, int ordinal, int, int) {
     const int slot = ordinal % kSlots;
     if (ordinal >= kSlots) wait(&shared.q_empty[slot], (ordinal / kSlots - 1) & 1);
     if (lane == 0) {
@@ -130,22 +213,13 @@ struct Feeder {
     const bool leader = threadIdx.x % 32 == 0;
     ring.advance(warpgroup);
     int turn = warpgroup;  // whose is the first tile of the sequence: warpgroup `turn` tiles before this one's
-    int previous_begin = 0, ordinal = 0;
-    Ring<kPieceSlots> at;
-    for (indexer_logits::Run run = shared.plan.run;;) {
-      walk(run, p, ordinal, [&](int sequence, int ordinal, int first, int end) {
-        if (leader && ordinal >= kQSlots) release_queries(ordinal, kQSlots == 1 ? issued : previous_begin);
-        previous_begin = issued;
-        load_tiles(sequence, ordinal, first + turn, end);
-        turn = (turn + kMathWarpgroups - (end - first) % kMathWarpgroups) % kMathWarpgroups;
-      });
-      wait(&shared.piece_full[at.slot], at.parity);
-      run = shared.pieces[at.slot];
-      if (run.units == 0) break;
-      __syncwarp();
-      if (leader) arrive(&shared.piece_empty[at.slot]);
-      at.advance();
-    }
+    int previous_begin = 0;
+    walk(shared.plan.run, p, [&](int sequence, int ordinal, int first, int end) {
+      if (leader && ordinal >= kQSlots) release_queries(ordinal, kQSlots == 1 ? issued : previous_begin);
+      previous_begin = issued;
+      load_tiles(sequence, ordinal, first + turn, end);
+      turn = (turn + kMathWarpgroups - (end - first) % kMathWarpgroups) % kMathWarpgroups;
+    });
     if (leader) {
       wait(&shared.tile_empty[ring.slot], ring.parity ^ 1);
       shared.tiles[ring.slot].sequence = -1;
@@ -181,63 +255,85 @@ __device__ __forceinline__ void clean(const Params& p) {
   }
 }
 
-// Finds pieces of what the equal runs leave. Used by one warp, for one piece after the other.
-struct PieceFinder {
-  const Params& p;
-  int64_t units;
-  // Where the last piece was found: among 32 sequences, the units before the first of them.
-  int first_sequence = 0;
-  int64_t units_before = 0;
-
-  __device__ __forceinline__ indexer_logits::Run find(int piece) {
-    const int64_t begin = units_of_runs(p, units) + int64_t{piece} * kPieceUnits;
-    const int lane = threadIdx.x % 32;
-    for (; begin < units && first_sequence < p.batch; first_sequence += 32) {
-      const int sequence = first_sequence + lane;
-      const int64_t own = sequence < p.batch ? extent_of(p, sequence).units() : 0;
-      int64_t end = own;
-#pragma unroll
-      for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const int64_t other = __shfl_up_sync(~0u, end, lanes);
-        if (lane >= lanes) end += other;
-      }
-      end += units_before;
-      const unsigned after = __ballot_sync(~0u, begin < end);
-      if (after != 0) {
-        const int holder = __ffs(after) - 1;
-        const int skip = __shfl_sync(~0u, static_cast<int>(begin - (end - own)), holder);
-        return {min(int64_t{kPieceUnits}, units - begin), first_sequence + holder, skip};
-      }
-      units_before = __shfl_sync(~0u, end, 31);
-    }
-    return {0, 0, 0};
-  }
-};
-
-// Loads the queries of all that the CTA does, and takes its pieces.
+// Multiplies keys and sums over heads. `thread` is in [0, kMathThreads).
 template <class Element, Config kC>
-__device__ __forceinline__ void run_query_warp(SharedStorage<Element, kC>& shared, const Params& p,
-                                               const CUtensorMap& q_map) {
-  const bool leader = threadIdx.x % 32 == 0;
-  const auto take = [&] { return leader && p.taken != nullptr ? atomicAdd(p.taken, 1) : 0; };
-  PieceFinder finder{p, shared.units};
-  Ring<kPieceSlots> at;
-  indexer_logits::Run run = shared.plan.run;
-  int ordinal = 0, taken = take();
-  for (bool is_first = true;; is_first = false) {
-    // The next piece, and the number of the one after it, before this one's queries: these wait for the feeding warps.
-    const indexer_logits::Run next = finder.find(__shfl_sync(~0u, taken, 0));
-    wait(&shared.piece_empty[at.slot], at.parity ^ 1);
-    if (leader) {
-      shared.pieces[at.slot] = next;
-      arrive(&shared.piece_full[at.slot]);
+__device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, const Params& p, int thread) {
+  using namespace cute;
+  constexpr int kColumns = kC.row_bytes / sizeof(Element), kPassQueries = kC.pass_queries(), kQSlots = kC.q_slots();
+  constexpr int kRows = kC.pass_rows;
+  using Atom = std::conditional_t<kC.chunk_bytes() == 128, GMMA::Layout_K_SW128_Atom<Element>,
+                                  GMMA::Layout_K_SW64_Atom<Element>>;
+  using Mma = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kRows>, Int<32 / int(sizeof(Element))>>,
+                           GMMA::Major::K, GMMA::Major::K>()));
+  const int lane = thread % 32, warp = thread / 32 % 4;
+  Mma mma;
+  const auto slice = mma.get_slice(thread % 128);
+  // Descriptors of all operands.
+  const Tensor r_q = slice.partition_fragment_B(
+      make_tensor(make_smem_ptr(shared.q[0][0]),
+                  tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kColumns>, Int<kQSlots * kC.max_passes()>>{})));
+  const Tensor r_keys = slice.partition_fragment_A(make_tensor(
+      make_smem_ptr(shared.keys[0]), tile_to_shape(Atom{}, Shape<Int<kTileKeys>, Int<kColumns>, Int<kC.stages()>>{})));
+  Tensor r_s = partition_fragment_C(mma, Shape<_64, Int<kRows>>{});
+
+  // Of the sums of a warp's 16 keys, a lane ends up with one key, for every other query; for one query, half of the
+  // lanes do.
+  const int upper = lane >> 1 & 1, odd = lane & 1;
+  const int lane_key = warp * 16 + upper * 8 + lane / 4;
+  const int passes = passes_of<kC>(p);
+  int ordinal = -1;
+  float* g_lane = nullptr;  // where the first of the lane's queries has the lane's first key
+  float weights[kRows / 4];
+  Ring<kC.stages()> ring;
+  for (ring.advance(cutlass::canonical_warp_group_idx());; ring.advance(kMathWarpgroups)) {
+    wait(&shared.tile_full[ring.slot], ring.parity);
+    const Tile tile = shared.tiles[ring.slot];
+    if (tile.sequence < 0) return;
+    const int q_slot = tile.ordinal % kQSlots, key = tile.first_key + lane_key;
+    const bool is_new = tile.ordinal != ordinal, is_key = lane_key < tile.keys;
+    const bool is_stored = lane_key < abs(tile.keys) && key < p.columns;
+    float scale = 1;
+    if constexpr (kIsFp8<Element>) scale = shared.scales[ring.slot][lane_key];
+    if (is_new) {
+      wait(&shared.q_full[q_slot], tile.ordinal / kQSlots & 1);
+      g_lane = p.logits + (int64_t{tile.sequence} * p.queries + odd) * p.logits_stride + lane_key;
+      ordinal = tile.ordinal;
     }
-    at.advance();
-    if (next.units > 0) taken = take();
-    load_queries(shared, p, q_map, run, ordinal);
-    if (is_first) clean(p);
-    if (next.units == 0) return;
-    run = next;
+    float* g_logit = g_lane + tile.first_key;
+#pragma unroll 1
+    for (int pass = 0; pass < passes; ++pass) {
+      if (is_new || passes > 1) {
+#pragma unroll
+        for (int i = 0; i < kRows / 4; i += 4) {
+          const int row = pass * kRows + i * 4 + lane % 4 * 4;
+          const auto four = *reinterpret_cast<const float4*>(shared.weights[q_slot] + row);
+          weights[i] = four.x, weights[i + 1] = four.y, weights[i + 2] = four.z, weights[i + 3] = four.w;
+        }
+      }
+      warpgroup_fence_operand(r_s);
+      warpgroup_arrive();
+      tiles::multiply(mma, r_keys(_, 0, _, ring.slot), r_q(_, 0, _, q_slot * kC.max_passes() + pass), r_s(_, 0, 0));
+      warpgroup_commit_batch();
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(r_s);
+
+      float key_sums[kPassQueries];
+      indexer_logits::sum_heads<Element, kC.heads, kRows>(r_s, weights, upper, key_sums);
+      const int first_query = pass * kPassQueries;
+#pragma unroll
+      for (int i = 0; i < kPassQueries; i += 2, g_logit += 2 * p.logits_stride) {
+        const float other = key_sums[min(i + 1, kPassQueries - 1)];
+        const float sum = (odd ? other : key_sums[i]) + __shfl_xor_sync(~0u, odd ? key_sums[i] : other, 1);
+        const float logit = kIsFp8<Element> ? sum * scale : sum;
+        const int query = first_query + i + odd;
+        if (i + odd < kPassQueries && query < p.queries && is_stored) {
+          *g_logit = is_key && key < shared.lengths[q_slot][query] ? logit : -INFINITY;
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(&shared.tile_empty[ring.slot]);
   }
 }
 
@@ -259,17 +355,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(&shared.tile_full[i], 1);
       barrier_init(&shared.tile_empty[i], kWarpsPerWarpgroup);
     }
-    for (int i = 0; i < kPieceSlots; ++i) {
-      barrier_init(&shared.piece_full[i], 1);
-      barrier_init(&shared.piece_empty[i], kMathWarpgroups);
-    }
     fence_barrier_init();
   }
-  const auto units_of = [&](int sequence) { return extent_of(p, sequence).units(); };
-  indexer_logits::find_run(shared.plan, p.batch, units_of, [&](int64_t units) {
-    if (threadIdx.x == 0) shared.units = units;
-    return units_of_runs(p, units);
-  });
+  indexer_logits::find_run(shared.plan, p.batch, [&](int sequence) { return extent_of(p, sequence).units(); });
 
   if (threadIdx.x < kMathThreads) {
     multiply(shared, p, threadIdx.x);
@@ -279,7 +367,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < kMathWarpgroups) {
     Feeder<Element, kC>{shared, p, k_map, warp}.run();
   } else {
-    run_query_warp(shared, p, q_map);
+    load_queries(shared, p, q_map);
+    clean(p);
   }
 }
 

@@ -18,8 +18,6 @@ Tensor indexer_logits_paged(Tensor q, Tensor k_cache, Tensor weights, Tensor con
   Tensor logits = empty_float_rows(rows, columns, call.index);
   Params params = indexer::paged_params_of(scoring, 0, batch, logits, call);
   params.clean = clean || params.max_keys == 0;  // without blocks, everything is -inf
-  std::optional<Tensor> taken;
-  indexer::let_take_pieces(params, taken, call);
   call.check(launch(params, call.stream()));
   return logits;
 }

@@ -13,7 +13,6 @@ struct Params {
   const int* block_table;   // [batch, pages]
   float* logits;            // [batch * queries, columns]
   int* bounds;              // null, or [2, batch * queries]: receives 0 and the length of each query
-  int* taken;               // null, or receives how many pieces of the work the CTAs have taken
   int64_t q_stride_b, q_stride_n, q_stride_h, weights_stride;  // in elements
   int64_t cache_stride_block, cache_stride_key;                // in elements of the keys
   int64_t lens_stride_b, lens_stride_n, table_stride_b, table_stride_page, logits_stride;

@@ -1,7 +1,6 @@
 // dsa::indexer_topk_paged on CUDA: scores the keys of a run of sequences, selects among them, then goes on to the next
 // run, so that only one run's logits are held at a time. Math: docs/indexer/indexer_topk_paged.md.
 #include <algorithm>
-#include <optional>
 #include <tuple>
 
 #include "ops/indexer/indexer_topk/plan.h"
@@ -28,13 +27,11 @@ std::tuple<Tensor, Tensor> indexer_topk_paged(Tensor q, Tensor k_cache, Tensor w
   const int64_t step = std::max<int64_t>(1, indexer_topk::queries_at_once(batch * queries, columns) / queries);
   const Tensor logits = empty_float_rows(std::min(step, batch) * queries, columns, call.index);
   const Tensor bounds = empty({2, std::min(step, batch) * queries}, ScalarType::Int, call.index);
-  std::optional<Tensor> taken;
   for (int64_t first = 0; first < batch; first += step) {
     const int64_t count = std::min(step, batch - first), rows = count * queries;
     indexer_logits_paged::Params scores = indexer::paged_params_of(scoring, first, count, logits, call);
     scores.clean = false;
     scores.bounds = static_cast<int*>(bounds.data_ptr());
-    indexer::let_take_pieces(scores, taken, call);
     topk_select::Params selection{
         .logits = scores.logits,
         .starts = scores.bounds,
