@@ -24,34 +24,45 @@
 
 #include <cutlass/cutlass.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+
 #include "sm90/programmatic.cuh"
 #include "wide_score.cuh"
 #include "wide_values.cuh"
 
 namespace dsa::sparse_mla_decode {
 
-template <int kColumns>
+template <int kColumns, bool kPaired>
 __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_wide_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_bytes_[];
-  WideStorage<kColumns>& shared = *reinterpret_cast<WideStorage<kColumns>*>(shared_bytes_);
+  auto& shared = *reinterpret_cast<WideStorage<kColumns, kPaired>*>(shared_bytes_);
   const int warpgroup = cutlass::canonical_warp_group_idx();
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : shared.full) barrier_init(&barrier, 2 * kWarpgroupThreads);
+    for (uint64_t& barrier : shared.full) barrier_init(&barrier, kPaired ? 2 : 2 * kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_written) barrier_init(&barrier, kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_read) barrier_init(&barrier, 2 * kWarpgroupThreads);
+    if constexpr (kPaired) {
+      for (uint64_t& barrier : shared.received) barrier_init(&barrier, 1);
+      for (int i = 0; i < 2 * kTiles; ++i) barrier_init(&shared.peer_free[0][0] + i, 1);
+    }
     fence_barrier_init();
   }
-  __syncthreads();
+  if constexpr (kPaired) {
+    cute::cluster_sync();  // the peer arrives at these barriers too
+  } else {
+    __syncthreads();
+  }
   launch_dependents();
   wait_for_preceding_kernel();
 
   if (warpgroup == 0) {
-    accumulate_wide<kColumns, false>(shared, p);
+    accumulate_wide<kColumns, kPaired, false>(shared, p);
   } else if (warpgroup == 1) {
-    accumulate_wide<kColumns, true>(shared, p);
+    accumulate_wide<kColumns, kPaired, true>(shared, p);
   } else {
     score_wide<kColumns>(shared, p);
   }
+  if constexpr (kPaired) cute::cluster_sync();  // the peer may still arrive at barriers and read what it sends
 }
 
 }  // namespace dsa::sparse_mla_decode
