@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "items.cuh"
 #include "ops/sparse_mla/packed_keys.h"
@@ -112,8 +113,12 @@ struct Feeder {
   }
   // The first of the CTA's keys of a tile.
   static __device__ __forceinline__ int first_key() {
-    if constexpr (kPaired) return cluster_rank() * kHalfKeys;
+    if constexpr (kPaired) return unsigned(cluster_rank()) % 2 * kHalfKeys;
     return 0;
+  }
+  // The first of the warp's keys of a tile.
+  static __device__ __forceinline__ int first_of_warp(int t) {
+    return first_key() + t / kWarpThreads * (kRounds * kRoundKeys);
   }
   static __device__ __forceinline__ int piece_of(int t) { return t / 8 % 2 * 4 + t % 4; }  // of 128 bytes
 
@@ -186,8 +191,10 @@ struct Feeder {
     const int t = thread(), raw_key = key_of(t) + r * kRoundKeys, q = t % 4, half = t / 8 % 2;
     const int k = first_key() + raw_key;
     const uint32_t s_stage = s_raw + stage * kStageBytes, s_mine = s_stage + t * kPieceBytes;
-    const uint32_t s_row = s_tile + (kFirstChunk + half) * kChunkBytes;
-    const uint32_t s_notes = shared_address(notes) + k / kHalfKeys * int(sizeof(KeyNotes));
+    // Two pieces of 8 columns; a chunk further, they have the same place.
+    const uint32_t s_even = s_tile + (kFirstChunk + half) * kChunkBytes + swizzled_offset(k, 2 * q);
+    const uint32_t s_odd = s_even ^ kPieceBytes;
+    const uint32_t s_notes = shared_address(notes) + first_of_warp(t) / kHalfKeys * int(sizeof(KeyNotes));
     // Loads before stores, which the compiler would not move them across.
     const float2 scales = load_shared_pair(s_stage + kScalesAt + raw_key * kScaleBytes + kBack * kHalfGroups * 4);
     uint4 raw[kHalfGroups];
@@ -196,9 +203,8 @@ struct Feeder {
 #pragma unroll
     for (int g = 0; g < kHalfGroups; ++g) {
       const SplitScale scale(g == 0 ? scales.x : scales.y);
-      const uint32_t s_pieces = s_row + g * 2 * kChunkBytes + swizzled_offset(k, 2 * q);
-      store_shared(s_pieces, unpack_piece(raw[g].x, raw[g].y, scale.power));
-      store_shared(s_pieces ^ kPieceBytes, unpack_piece(raw[g].z, raw[g].w, scale.power));
+      store_shared(s_even + g * 2 * kChunkBytes, unpack_piece(raw[g].x, raw[g].y, scale.power));
+      store_shared(s_odd + g * 2 * kChunkBytes, unpack_piece(raw[g].z, raw[g].w, scale.power));
       if (q + half == 0) store_shared(s_notes + place_of_factor(k, kBack * kHalfGroups + g), scale.factor);
     }
     if constexpr (kTail) {
@@ -216,13 +222,17 @@ struct Feeder {
  private:
   __device__ __forceinline__ void publish_visible(KeyNotes* notes, int t) const {
     const unsigned oldest = stages >> (kRawStages - 1) * kStageBits;
+    const int first = first_of_warp(t);
+    unsigned bytes = 0;
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const unsigned lanes = __ballot_sync(~0u, oldest >> r & 1);  // the four keys' lanes are 0, 4, 16 and 20
-      const unsigned bits = (lanes & 1) | (lanes >> 3 & 2) | (lanes >> 14 & 4) | (lanes >> 17 & 8);
-      const int four = first_key() / kRoundKeys + t / kWarpThreads * kRounds + r, fours = kHalfKeys / kRoundKeys;
-      if (t % kWarpThreads == 0) notes[four / fours].visible[four % fours] = static_cast<uint8_t>(bits | 0xf0);
+      bytes |= ((lanes & 1) | (lanes >> 3 & 2) | (lanes >> 14 & 4) | (lanes >> 17 & 8) | 0xf0) << 8 * r;
     }
+    using Bytes = std::conditional_t<kPaired, uint8_t, uint16_t>;
+    static_assert(sizeof(Bytes) == kRounds);
+    uint8_t* visible = notes[first / kHalfKeys].visible + first % kHalfKeys / kRoundKeys;
+    if (t % kWarpThreads == 0) *reinterpret_cast<Bytes*>(visible) = static_cast<Bytes>(bytes);
   }
 };
 

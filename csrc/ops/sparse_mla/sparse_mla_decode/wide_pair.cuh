@@ -5,6 +5,8 @@
 // takes the barrier's time. What is sent must stay until the peer has it: it says so (`received`).
 #pragma once
 
+#include <cute/arch/cluster_sm90.hpp>
+
 #include "sm90/cluster.cuh"
 #include "wide_storage.cuh"
 
@@ -36,7 +38,7 @@ struct PairLink {
     fence_async_proxy();
     sync_warpgroup<kBack ? kBackBarrier : kFrontBarrier>();
     const int thread = unsigned(thread_index()) % kWarpgroupThreads, warp = thread / kWarpThreads;
-    if (thread % kWarpThreads == 0) {
+    if (cute::elect_one_sync()) {
       const int slot = tile % kTiles, rank = cluster_rank(), peer = rank ^ 1;
       if (warp == 0) arrive_and_expect(&shared.full[slot], kBytes);
       wait(&shared.peer_free[kBack][slot], tile / kTiles % 2 ^ 1);

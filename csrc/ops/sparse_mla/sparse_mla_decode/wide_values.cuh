@@ -46,10 +46,11 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
     const int slot = tile % kTiles;
     feeder.prepare(shared.notes[slot]);
     feeder.unpack(0, shared_address(shared.tiles[slot]), shared.notes[slot]);
-    if constexpr (kPaired) PairLink<kColumns, kBack>{shared}.publish(tile);
   };
   const auto fill_second = [&](unsigned tile) {
-    if constexpr (!kPaired) {
+    if constexpr (kPaired) {
+      PairLink<kColumns, kBack>{shared}.publish(tile);
+    } else {
       const int slot = tile % kTiles;
       feeder.unpack(1, shared_address(shared.tiles[slot]), shared.notes[slot]);
       fence_async_proxy();
