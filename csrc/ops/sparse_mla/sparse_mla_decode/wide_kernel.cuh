@@ -1,5 +1,6 @@
 // Sparse MLA decode with packed keys, for up to 64 heads of an item ("wide"): a persistent CTA walks over items (token,
-// part of its keys, block of heads).
+// part of its keys, block of heads). With more than 64 heads, the two CTAs of a cluster are a pair that walks in step:
+// each takes one block of heads of the same token and keys, and unpacks half of each tile's keys for both.
 //
 // Warp specialization. Who does what, for tile j of all items, 32 keys:
 //
@@ -13,6 +14,13 @@
 //   score          2          full[j]               S = Q K^T                                   probs_written[j - 1]
 //                             probs_read[j - 2]     softmax, P; after an item's last tile: lse  and then [j]
 //                                                   and the last factor of O
+//
+// In a pair, moreover:
+//
+//   value          0 and 1    peer_free[j - 1]      its 16 keys of tile j + 2, all of them      full[j + 2], and that of
+//                                                   before P is awaited, sent during P V        the peer by bytes
+//                             received[j]           frees the slot of tile j after P V          the peer's peer_free[j]
+//   score          2                                after S, when what the peer sent is here    the peer's received[j]
 //
 // Packed keys arrive by cp.async, two tiles ahead of those that are unpacked, and the value warpgroups turn them into
 // bf16 (feeder.cuh): numbers of e4m3 times the power of two in their scale, which is exact. The rest of each scale, a
