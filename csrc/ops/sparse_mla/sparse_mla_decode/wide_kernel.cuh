@@ -17,10 +17,11 @@
 //
 // In a pair, moreover:
 //
-//   value          0 and 1    peer_free[j - 1]      its 16 keys of tile j + 2, all of them      full[j + 2], and that of
+//   value          0 and 1    peer_free[j - 1]      its 16 keys of tile j + 2, all of them      full[j + 2], and that
+//   of
 //                                                   before P is awaited, sent during P V        the peer by bytes
 //                             received[j]           frees the slot of tile j after P V          the peer's peer_free[j]
-//   score          2                                after S, when what the peer sent is here    the peer's received[j]
+//   score          2                                after P: all that the peer sent is here     the peer's received[j]
 //
 // Packed keys arrive by cp.async, two tiles ahead of those that are unpacked, and the value warpgroups turn them into
 // bf16 (feeder.cuh): numbers of e4m3 times the power of two in their scale, which is exact. The rest of each scale, a

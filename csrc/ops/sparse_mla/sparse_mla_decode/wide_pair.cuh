@@ -1,5 +1,6 @@
-// Pairs of CTAs: the two blocks of 64 heads of a token see the same keys, so the two CTAs of a cluster take one each and
-// unpack half of each tile's keys each, in one half of the rows, and send it to the other CTA, to the same place there.
+// Pairs of CTAs: the two blocks of 64 heads of a token see the same keys, so the two CTAs of a cluster take one each
+// and unpack half of each tile's keys each, in one half of the rows, and send it to the other CTA, to the same place
+// there.
 //
 // By bulk copies, of which a tile takes a dozen: a message of st.async for every 16 bytes would be a thousand, and each
 // takes the barrier's time. What is sent must stay until the peer has it: it says so (`received`).
@@ -32,8 +33,8 @@ struct PairLink {
 
   WideStorage<kColumns, true>& shared;
 
-  // The warpgroup has unpacked its part of the tile: the slot becomes full when that of the peer is there too. Sends the
-  // part as soon as the peer's warpgroup has read what it still has in the slot.
+  // The warpgroup has unpacked its part of the tile: the slot becomes full when that of the peer is there too. Sends
+  // the part as soon as the peer's warpgroup has read what it still has in the slot.
   __device__ __forceinline__ void publish(unsigned tile) const {
     fence_async_proxy();
     sync_warpgroup<kBack ? kBackBarrier : kFrontBarrier>();

@@ -23,8 +23,8 @@ inline constexpr int kLaneScores = kWideHeads * kWideKeys / kWarpgroupThreads, k
 // Q of an item and its sinks. Four lanes load 32 columns of a row at once, in pieces of 8, and exchange words so that
 // each has its fragments of two wgmma steps.
 template <int kColumns, bool kPaired>
-__device__ __forceinline__ void load_queries(WideStorage<kColumns, kPaired>& shared, const KernelParams& p, const Item& item,
-                                             uint32_t* q_words) {
+__device__ __forceinline__ void load_queries(WideStorage<kColumns, kPaired>& shared, const KernelParams& p,
+                                             const Item& item, uint32_t* q_words) {
   constexpr int kPairs = kRegisterSteps / 2, kPieces = kChunkColumns / kPieceColumns;
   constexpr int kSharedPieces = (kColumns / kChunkColumns - kSharedQChunk) * kWideHeads * kPieces;
   const int thread = unsigned(thread_index()) % kWarpgroupThreads, lane = thread % kWarpThreads;
@@ -245,7 +245,7 @@ __device__ __forceinline__ float finish_row(WideStorage<kColumns, kPaired>& shar
 template <int kColumns, bool kPaired>
 __device__ __forceinline__ void score_wide(WideStorage<kColumns, kPaired>& shared, const KernelParams& p) {
   using namespace cute;
-  const int thread = threadIdx.x % kWarpgroupThreads, lane = thread % kWarpThreads;
+  const int thread = unsigned(thread_index()) % kWarpgroupThreads, lane = thread % kWarpThreads;
   const int row = thread / kWarpThreads * 16 + lane / 4;  // this thread's scores: this row and row + 8
   const float scale_log2 = p.negate_q ? -p.scale_log2 : p.scale_log2;
   Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kRegisterSteps>>{});
@@ -269,7 +269,6 @@ __device__ __forceinline__ void score_wide(WideStorage<kColumns, kPaired>& share
       // Only now the tile before: so S has the tensor cores to itself, and P V of the tile before runs during the
       // softmax of this one.
       if (j > 0) arrive(&shared.probs_written[probs_at.slot ^ 1]);
-      if (kPaired && thread == 0) tell_peer(&shared.received[at.slot]);
       scale_and_hide(r_s, scale_log2, shared.notes[at.slot], lane);
       int exponents[2] = {kExponentOfOne, kExponentOfOne};
       softmax.add(r_s, exponents);
@@ -290,6 +289,8 @@ __device__ __forceinline__ void score_wide(WideStorage<kColumns, kPaired>& share
       if (thread == 0) shared.finished_item[probs_at.slot] = is_last ? index : -1;
       fence_async_proxy();
       if (is_last) arrive(&shared.probs_written[probs_at.slot]);
+      // Not ahead of the fence, which might wait for it.
+      if (kPaired && thread == 0) tell_peer(&shared.received[at.slot]);
       at.advance();
       probs_at.advance();
     }
