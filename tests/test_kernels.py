@@ -115,10 +115,10 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "merged_lists/launch": Kernels(
             "merge_lists_kernelILi", 3, 256, ("ATOMS", "POPC"), ("find_unfit_keys_kernel", "list_items_kernel")
         ),
-        # Columns x heads.
+        # Columns x CTAs alone or in pairs.
         "sparse_mla_decode/launch_wide": Kernels(
             "sparse_mla_decode_wide_kernel",
-            2,
+            2 * 2,
             384,
             ("HGMMA", "LDGSTS", "STSM", "SYNCS", "ACQBULK", *unpacking),
             spilled=36,
@@ -239,6 +239,18 @@ def test_kernels_contain_the_instructions_they_claim(host_functions: ModuleType)
         for kernel in found:
             for instruction in kernels.instructions:
                 assert re.search(rf"\b{instruction}\b", kernel), (kernel.split("\n", 1)[0], instruction)
+
+
+@needs_library
+def test_pairs_send_unpacked_keys() -> None:
+    """Decoding with more than 64 heads: bulk copies to the other CTA of the cluster, and no other kernel has them."""
+    for instance, sends in (("ELb1E", True), ("ELb0E", False)):
+        name = re.compile("sparse_mla_decode_wide_kernel.*" + instance)
+        kernels = [kernel for kernel in machine_code() if name.search(kernel.split("\n", 1)[0])]
+        assert len(kernels) == 2
+        for kernel in kernels:
+            assert ("UBLKCP.S.S" in kernel) == sends
+            assert ("UCGABAR_ARV" in kernel) == sends
 
 
 @needs_library

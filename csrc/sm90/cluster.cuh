@@ -28,6 +28,20 @@ __device__ __forceinline__ uint32_t remote_address(const void* place, int rank) 
   return address;
 }
 
+// mbarrier.arrive on another CTA's barrier. With .release.cluster it would wait for all accesses that are under way.
+__device__ __forceinline__ void arrive_remote(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// cp.async.bulk, shared to distributed shared memory: `address` and `barrier`, to which the bytes are reported, are in
+// the same other CTA. `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void bulk_send(uint32_t address, const void* shared, int bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address),
+      "r"(shared_address(shared)), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Messages without a barrier, which would take longer than the message itself: an empty word holds kEmptyMessage, a NaN
 // that no arithmetic produces. The reader writes kEmptyMessage back before the sender can know that the word has been
 // read.

@@ -9,12 +9,16 @@
 // Of the 32 keys of a tile, warp w copies keys 8 w to 8 w + 7 in two rounds of four keys by eight lanes, 128 bytes
 // of a key at once. Lanes are in an order in which every eight write two neighboring rows of one chunk, and different
 // banks: bit 4 and bit 2 of the lane are the key, bit 3 is the chunk of 64 columns, and bits 1 and 0 the 16 columns.
+//
+// A CTA of a pair brings only 16 keys, the first or the last of each tile, in one round: warp w the four from 4 w on.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "items.cuh"
 #include "ops/sparse_mla/packed_keys.h"
+#include "sm90/cluster.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/memory.cuh"
 #include "sm90/register_rows.cuh"
@@ -24,30 +28,43 @@
 
 namespace dsa::sparse_mla_decode {
 
-inline constexpr int kRawKeys = 32;                               // of a stage
-inline constexpr int kRounds = 2;                                 // keys of a thread
+inline constexpr int kWideKeys = 32, kHalfKeys = kWideKeys / 2;   // of a tile; of a CTA of a pair
+inline constexpr int kRawStages = 2;                              // of packed keys
 inline constexpr int kRoundKeys = 4;                              // of a warp
 inline constexpr int kHalfGroups = kScaleGroups / 2;              // groups of columns with their own scales, of a half
 inline constexpr int kHalfBytes = kPackedColumns / 2;             // of a packed key
 inline constexpr int kPieceBytes = 16;                            // of a copy
 inline constexpr int kTailOffset = kPackedColumns + kScaleBytes;  // in a packed key
 
+// Rounds of keys of a stage: a thread copies and unpacks one key in each.
+constexpr int rounds_of(bool paired) { return paired ? 1 : 2; }
+
 // A stage of raw keys of one warpgroup: pieces by thread, then the four scales of each key.
-constexpr int raw_pieces(int d_qk, bool back) { return kRounds * (kHalfGroups + (back && d_qk > kPackedColumns)); }
-constexpr int raw_stage_bytes(int d_qk, bool back) {
-  return raw_pieces(d_qk, back) * kWarpgroupThreads * kPieceBytes + kRawKeys * kScaleBytes;
+constexpr int raw_pieces(int d_qk, bool paired, bool back) {
+  return rounds_of(paired) * (kHalfGroups + (back && d_qk > kPackedColumns));
+}
+constexpr int raw_stage_bytes(int d_qk, bool paired, bool back) {
+  return raw_pieces(d_qk, paired, back) * kWarpgroupThreads * kPieceBytes + rounds_of(paired) * kHalfKeys * kScaleBytes;
 }
 
-template <int kColumns, int kStages>
+template <int kColumns, bool kPaired>
 struct RawKeys {
-  alignas(16) char front[kStages][raw_stage_bytes(kColumns, false)];
-  alignas(16) char back[kStages][raw_stage_bytes(kColumns, true)];
+  alignas(16) char front[kRawStages][raw_stage_bytes(kColumns, kPaired, false)];
+  alignas(16) char back[kRawStages][raw_stage_bytes(kColumns, kPaired, true)];
 };
 
-// Where the table of a tile holds the factor of a key's group of columns: the eight keys of a lane are adjacent, in the
-// order of its accumulators of S.
+// What the score warpgroup has to know about half of a tile's keys: which are visible, and factors of scales. What each
+// value warpgroup writes is contiguous: `visible` and half of `factors`, and the other half.
+struct KeyNotes {
+  // A byte for each four keys, whose bits are the lower ones; the upper ones are set. The other bytes are not used.
+  alignas(16) uint8_t visible[kPieceBytes];
+  float factors[kScaleGroups * kHalfKeys];  // see place_of_factor
+};
+
+// The offset in KeyNotes of the factor of a key's group of columns: four keys of a lane are adjacent, in the order of
+// its accumulators of S.
 __device__ __forceinline__ constexpr int place_of_factor(int key, int group) {
-  return group * kRawKeys + key / 2 % 4 * 8 + key / 8 * 2 + key % 2;
+  return kPieceBytes + (group * kHalfKeys + key / 2 % 4 * 4 + key / 8 % 2 * 2 + key % 2) * 4;
 }
 
 // One value warpgroup's share of filling the ring of tiles, for all items of the CTA one after another: raw keys travel
@@ -57,16 +74,17 @@ __device__ __forceinline__ constexpr int place_of_factor(int key, int group) {
 //   while (feeder.has_keys()) {     // the same for all threads of the warpgroup, as is what follows
 //     feeder.prepare(...);          // the oldest raw stage, to a tile that is free
 //     feeder.unpack(r, tile, ...);  // for each round
-//     signal that it is full, after fence_async_proxy
+//     signal that it is full, after fence_async_proxy (and in a pair, send it to the other CTA: wide_pair.cuh)
 //     feeder.finish();              // the next copies begin, to the same raw stage
 //   }
-template <int kColumns, int kRawStages, bool kBack>
+template <int kColumns, bool kPaired, bool kBack>
 struct Feeder {
+  static constexpr int kRounds = rounds_of(kPaired);
   static constexpr bool kTail = kBack && kColumns > kPackedColumns;
-  static constexpr int kFirstChunk = kBack ? 4 : 0, kTailChunk = 8, kChunkBytes = kRawKeys * kSwizzleRowBytes;
-  static constexpr int kStageBytes = raw_stage_bytes(kColumns, kBack);
+  static constexpr int kFirstChunk = kBack ? 4 : 0, kTailChunk = 8, kChunkBytes = kWideKeys * kSwizzleRowBytes;
+  static constexpr int kStageBytes = raw_stage_bytes(kColumns, kPaired, kBack);
   static constexpr int kPlaneBytes = kWarpgroupThreads * kPieceBytes;  // a piece of each thread
-  static constexpr int kScalesAt = raw_pieces(kColumns, kBack) * kPlaneBytes;
+  static constexpr int kScalesAt = raw_pieces(kColumns, kPaired, kBack) * kPlaneBytes;
   static constexpr unsigned kHasKeys = 1u << kRounds;  // beside a bit for each of a thread's keys
   static constexpr int kStageBits = kRounds + 1;
 
@@ -80,7 +98,7 @@ struct Feeder {
   int stage = 0;           // whose raw keys are the oldest
   unsigned stages = 0;     // kStageBits for each raw stage, those of the last one lowest: which keys are visible
 
-  __device__ __forceinline__ Feeder(const KernelParams& p, RawKeys<kColumns, kRawStages>& raw)
+  __device__ __forceinline__ Feeder(const KernelParams& p, RawKeys<kColumns, kPaired>& raw)
       : p(p), s_raw(shared_address(kBack ? raw.back[0] : raw.front[0])) {
     take_ids();
 #pragma unroll 1
@@ -89,8 +107,19 @@ struct Feeder {
 
   // A thread's place, read again wherever it is needed: registers are scarce.
   static __device__ __forceinline__ int thread() { return unsigned(thread_index()) % kWarpgroupThreads; }
-  // Of the first round; the second one is kRoundKeys further.
-  static __device__ __forceinline__ int key_of(int t) { return t / kWarpThreads * 8 + t / 16 % 2 * 2 + t / 4 % 2; }
+  // Among the CTA's keys of a tile, in the first round; the second one is kRoundKeys further.
+  static __device__ __forceinline__ int key_of(int t) {
+    return t / kWarpThreads * (kRounds * kRoundKeys) + t / 16 % 2 * 2 + t / 4 % 2;
+  }
+  // The first of the CTA's keys of a tile.
+  static __device__ __forceinline__ int first_key() {
+    if constexpr (kPaired) return unsigned(cluster_rank()) % 2 * kHalfKeys;
+    return 0;
+  }
+  // The first of the warp's keys of a tile.
+  static __device__ __forceinline__ int first_of_warp(int t) {
+    return first_key() + t / kWarpThreads * (kRounds * kRoundKeys);
+  }
   static __device__ __forceinline__ int piece_of(int t) { return t / 8 % 2 * 4 + t % 4; }  // of 128 bytes
 
   // The ids of the next raw stage.
@@ -99,15 +128,15 @@ struct Feeder {
       if (index >= p.items) return;
       const Item item(p, index);
       index += gridDim.x;
-      const int key = key_of(thread()), first_slot = item.first_tile * kTileKeys + key;
-      left = item.tiles_of<kRawKeys>();
+      const int key = first_key() + key_of(thread()), first_slot = item.first_tile * kTileKeys + key;
+      left = item.tiles_of<kWideKeys>();
       slots_left = item.slot_end - first_slot;
       g_ids = item.indices(p) + first_slot;
     }
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) ids[r] = r * kRoundKeys < slots_left ? __ldg(g_ids + r * kRoundKeys) : -1;
-    g_ids += kRawKeys;
-    slots_left -= kRawKeys;
+    g_ids += kWideKeys;
+    slots_left -= kWideKeys;
   }
 
   // Starts the copies to the stage that unpack has read last.
@@ -150,30 +179,33 @@ struct Feeder {
   __device__ __forceinline__ bool has_keys() const { return stages >> (kRawStages - 1) * kStageBits & kHasKeys; }
 
   // The oldest raw stage becomes the tile at `s_tile`, in chunks of 64 columns: first prepare, then each round of its
-  // keys, then finish. prepare of the front half also writes which keys are visible, to `visible`: a bit for each.
-  __device__ __forceinline__ void prepare(uint8_t* visible) const {
+  // keys, then finish. prepare of the front half also writes which keys are visible to the tile's notes.
+  __device__ __forceinline__ void prepare(KeyNotes* notes) const {
     wait_copies<kRawStages - 1>();
     __syncwarp();  // the scales are copied by other lanes
-    if constexpr (!kBack) publish_visible(visible, thread());
+    if constexpr (!kBack) publish_visible(notes, thread());
   }
 
-  // The factors of the round's keys go to `s_factors`, see place_of_factor.
-  __device__ __forceinline__ void unpack(int r, uint32_t s_tile, uint32_t s_factors) const {
-    const int t = thread(), k = key_of(t) + r * kRoundKeys, q = t % 4, half = t / 8 % 2;
+  // The factors of the round's keys go to the tile's notes.
+  __device__ __forceinline__ void unpack(int r, uint32_t s_tile, const KeyNotes* notes) const {
+    const int t = thread(), raw_key = key_of(t) + r * kRoundKeys, q = t % 4, half = t / 8 % 2;
+    const int k = first_key() + raw_key;
     const uint32_t s_stage = s_raw + stage * kStageBytes, s_mine = s_stage + t * kPieceBytes;
-    const uint32_t s_row = s_tile + (kFirstChunk + half) * kChunkBytes;
+    // Two pieces of 8 columns; a chunk further, they have the same place.
+    const uint32_t s_even = s_tile + (kFirstChunk + half) * kChunkBytes + swizzled_offset(k, 2 * q);
+    const uint32_t s_odd = s_even ^ kPieceBytes;
+    const uint32_t s_notes = shared_address(notes) + first_of_warp(t) / kHalfKeys * int(sizeof(KeyNotes));
     // Loads before stores, which the compiler would not move them across.
-    const float2 scales = load_shared_pair(s_stage + kScalesAt + k * kScaleBytes + kBack * kHalfGroups * 4);
+    const float2 scales = load_shared_pair(s_stage + kScalesAt + raw_key * kScaleBytes + kBack * kHalfGroups * 4);
     uint4 raw[kHalfGroups];
 #pragma unroll
     for (int g = 0; g < kHalfGroups; ++g) raw[g] = load_shared_words(s_mine + (r * kHalfGroups + g) * kPlaneBytes);
 #pragma unroll
     for (int g = 0; g < kHalfGroups; ++g) {
       const SplitScale scale(g == 0 ? scales.x : scales.y);
-      const uint32_t s_pieces = s_row + g * 2 * kChunkBytes + swizzled_offset(k, 2 * q);
-      store_shared(s_pieces, unpack_piece(raw[g].x, raw[g].y, scale.power));
-      store_shared(s_pieces ^ kPieceBytes, unpack_piece(raw[g].z, raw[g].w, scale.power));
-      if (q + half == 0) store_shared(s_factors + place_of_factor(k, kBack * kHalfGroups + g) * 4, scale.factor);
+      store_shared(s_even + g * 2 * kChunkBytes, unpack_piece(raw[g].x, raw[g].y, scale.power));
+      store_shared(s_odd + g * 2 * kChunkBytes, unpack_piece(raw[g].z, raw[g].w, scale.power));
+      if (q + half == 0) store_shared(s_notes + place_of_factor(k, kBack * kHalfGroups + g), scale.factor);
     }
     if constexpr (kTail) {
       const uint4 tail = load_shared_words(s_mine + (kRounds * kHalfGroups + r) * kPlaneBytes);
@@ -188,15 +220,19 @@ struct Feeder {
   }
 
  private:
-  __device__ __forceinline__ void publish_visible(uint8_t* visible, int t) const {
+  __device__ __forceinline__ void publish_visible(KeyNotes* notes, int t) const {
     const unsigned oldest = stages >> (kRawStages - 1) * kStageBits;
-    unsigned byte = 0;
+    const int first = first_of_warp(t);
+    unsigned bytes = 0;
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const unsigned lanes = __ballot_sync(~0u, oldest >> r & 1);  // the four keys' lanes are 0, 4, 16 and 20
-      byte |= ((lanes & 1) | (lanes >> 3 & 2) | (lanes >> 14 & 4) | (lanes >> 17 & 8)) << r * kRoundKeys;
+      bytes |= ((lanes & 1) | (lanes >> 3 & 2) | (lanes >> 14 & 4) | (lanes >> 17 & 8) | 0xf0) << 8 * r;
     }
-    if (t % kWarpThreads == 0) visible[t / kWarpThreads] = static_cast<uint8_t>(byte);
+    using Bytes = std::conditional_t<kPaired, uint8_t, uint16_t>;
+    static_assert(sizeof(Bytes) == kRounds);
+    uint8_t* visible = notes[first / kHalfKeys].visible + first % kHalfKeys / kRoundKeys;
+    if (t % kWarpThreads == 0) *reinterpret_cast<Bytes*>(visible) = static_cast<Bytes>(bytes);
   }
 };
 

@@ -20,9 +20,13 @@ struct Plan {
 // sparse_mla_fwd.
 inline constexpr int natural_block(int heads) { return heads <= 16 ? 16 : heads <= 32 ? 32 : 64; }
 
+// Of a tile of 64 packed keys for 64 heads: a CTA alone, or one of a pair, which unpacks half of them (an estimate).
+inline constexpr int64_t kAloneClocks = 6500, kPairedClocks = 3600;
+
 // Estimated clocks of a tile of 64 keys, by heads of the item.
-inline constexpr int64_t tile_clocks(int block_heads, bool is_packed) {
-  if (is_packed) return block_heads == 64 ? 6500 : block_heads == 32 ? 6000 : 4300;
+inline constexpr int64_t tile_clocks(int block_heads, int heads, bool is_packed) {
+  if (is_packed && block_heads == 64) return heads > 64 ? kPairedClocks : kAloneClocks;
+  if (is_packed) return block_heads == 32 ? 6000 : 4300;
   return block_heads == 64 ? 3300 : block_heads == 32 ? 2300 : 2000;
 }
 
@@ -33,7 +37,7 @@ inline int64_t plan_clocks(const Plan& plan, int64_t tokens, int heads, int topk
   constexpr int64_t kNoRoom = 6000;                  // where CTAs on all SMs leave none for a kernel to start early
   const int64_t items = tokens * ceil_div(heads, plan.block_heads) * plan.splits;
   const int64_t tiles = ceil_div(ceil_div(topk, kTileKeys), plan.splits);
-  const int64_t clocks = ceil_div(items, num_sms) * (kStart + tiles * tile_clocks(plan.block_heads, is_packed));
+  const int64_t clocks = ceil_div(items, num_sms) * (kStart + tiles * tile_clocks(plan.block_heads, heads, is_packed));
   if (plan.splits == 1) return clocks;
   const int64_t bytes = tokens * heads * plan.splits * 512 * 4;
   return clocks + kCombine + (items * 8 > num_sms * 7 ? kNoRoom : 0) + 2 * bytes / (kBytesPerClock * num_sms);

@@ -21,9 +21,9 @@ struct SplitScale {
     const uint32_t bits = __float_as_uint(scale), exponent = bits & kExponent;
     power = max(exponent, kSmallestNormal);
     power |= power >> 16;
-    factor = exponent == kExponent ? NAN
-             : exponent == 0       ? scale * 0x1p126f
-                                   : __uint_as_float((bits & ~kExponent) | kOne);
+    const float small = scale * 0x1p126f, normal = __uint_as_float((bits & ~kExponent) | kOne);
+    factor = exponent == 0 ? small : normal;
+    if (exponent == kExponent) factor = NAN;
   }
 };
 

@@ -1,5 +1,6 @@
 // Sparse MLA decode with packed keys, for up to 64 heads of an item ("wide"): a persistent CTA walks over items (token,
-// part of its keys, block of heads).
+// part of its keys, block of heads). With more than 64 heads, the two CTAs of a cluster are a pair that walks in step:
+// each takes one block of heads of the same token and keys, and unpacks half of each tile's keys for both.
 //
 // Warp specialization. Who does what, for tile j of all items, 32 keys:
 //
@@ -14,6 +15,14 @@
 //                             probs_read[j - 2]     softmax, P; after an item's last tile: lse  and then [j]
 //                                                   and the last factor of O
 //
+// In a pair, moreover:
+//
+//   value          0 and 1    peer_free[j - 1]      its 16 keys of tile j + 2, all of them      full[j + 2], and that
+//   of
+//                                                   before P is awaited, sent during P V        the peer by bytes
+//                             received[j]           frees the slot of tile j after P V          the peer's peer_free[j]
+//   score          2                                after P: all that the peer sent is here     the peer's received[j]
+//
 // Packed keys arrive by cp.async, two tiles ahead of those that are unpacked, and the value warpgroups turn them into
 // bf16 (feeder.cuh): numbers of e4m3 times the power of two in their scale, which is exact. The rest of each scale, a
 // factor from 1 to 2, multiplies the sums of S over a group of 128 columns, and P: each group of value columns has its
@@ -24,34 +33,45 @@
 
 #include <cutlass/cutlass.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+
 #include "sm90/programmatic.cuh"
 #include "wide_score.cuh"
 #include "wide_values.cuh"
 
 namespace dsa::sparse_mla_decode {
 
-template <int kColumns>
+template <int kColumns, bool kPaired>
 __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_wide_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_bytes_[];
-  WideStorage<kColumns>& shared = *reinterpret_cast<WideStorage<kColumns>*>(shared_bytes_);
+  auto& shared = *reinterpret_cast<WideStorage<kColumns, kPaired>*>(shared_bytes_);
   const int warpgroup = cutlass::canonical_warp_group_idx();
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : shared.full) barrier_init(&barrier, 2 * kWarpgroupThreads);
+    for (uint64_t& barrier : shared.full) barrier_init(&barrier, kPaired ? 2 : 2 * kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_written) barrier_init(&barrier, kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_read) barrier_init(&barrier, 2 * kWarpgroupThreads);
+    if constexpr (kPaired) {
+      for (uint64_t& barrier : shared.received) barrier_init(&barrier, 1);
+      for (int i = 0; i < 2 * kTiles; ++i) barrier_init(&shared.peer_free[0][0] + i, 1);
+    }
     fence_barrier_init();
   }
-  __syncthreads();
+  if constexpr (kPaired) {
+    cute::cluster_sync();  // the peer arrives at these barriers too
+  } else {
+    __syncthreads();
+  }
   launch_dependents();
   wait_for_preceding_kernel();
 
   if (warpgroup == 0) {
-    accumulate_wide<kColumns, false>(shared, p);
+    accumulate_wide<kColumns, kPaired, false>(shared, p);
   } else if (warpgroup == 1) {
-    accumulate_wide<kColumns, true>(shared, p);
+    accumulate_wide<kColumns, kPaired, true>(shared, p);
   } else {
     score_wide<kColumns>(shared, p);
   }
+  if constexpr (kPaired) cute::cluster_sync();  // the peer may still arrive at barriers and read what it sends
 }
 
 }  // namespace dsa::sparse_mla_decode

@@ -7,6 +7,7 @@
 #include "tiles/accumulators.cuh"
 #include "tiles/online_softmax.cuh"
 #include "tiles/softmax.cuh"
+#include "wide_pair.cuh"
 #include "wide_storage.cuh"
 
 namespace dsa::sparse_mla_decode {
@@ -21,9 +22,9 @@ inline constexpr int kLaneScores = kWideHeads * kWideKeys / kWarpgroupThreads, k
 
 // Q of an item and its sinks. Four lanes load 32 columns of a row at once, in pieces of 8, and exchange words so that
 // each has its fragments of two wgmma steps.
-template <int kColumns>
-__device__ __forceinline__ void load_queries(WideStorage<kColumns>& shared, const KernelParams& p, const Item& item,
-                                             uint32_t* q_words) {
+template <int kColumns, bool kPaired>
+__device__ __forceinline__ void load_queries(WideStorage<kColumns, kPaired>& shared, const KernelParams& p,
+                                             const Item& item, uint32_t* q_words) {
   constexpr int kPairs = kRegisterSteps / 2, kPieces = kChunkColumns / kPieceColumns;
   constexpr int kSharedPieces = (kColumns / kChunkColumns - kSharedQChunk) * kWideHeads * kPieces;
   const int thread = unsigned(thread_index()) % kWarpgroupThreads, lane = thread % kWarpThreads;
@@ -74,10 +75,10 @@ __device__ __forceinline__ void load_queries(WideStorage<kColumns>& shared, cons
 struct LaneFactors {
   float of[kLaneKeys];
 
-  // `s_factors`: of the tile.
-  __device__ __forceinline__ LaneFactors(uint32_t s_factors, int group, int lane) {
-    const uint32_t from = s_factors + place_of_factor(lane % 4 * 2, group) * 4;
-    const float4 a = load_shared(from), b = load_shared(from + 16);
+  // `s_notes`: of the tile.
+  __device__ __forceinline__ LaneFactors(uint32_t s_notes, int group, int lane) {
+    const uint32_t from = s_notes + place_of_factor(lane % 4 * 2, group);
+    const float4 a = load_shared(from), b = load_shared(from + sizeof(KeyNotes));
     of[0] = a.x, of[1] = a.y, of[2] = a.z, of[3] = a.w, of[4] = b.x, of[5] = b.y, of[6] = b.z, of[7] = b.w;
   }
   // That of accumulator i.
@@ -86,9 +87,9 @@ struct LaneFactors {
 
 // S = Q K^T: the tail, and the sums over each group of columns times its factors. A group is multiplied while the one
 // before is added.
-template <int kColumns, class Queries, class Scores>
-__device__ __forceinline__ void multiply_keys(WideStorage<kColumns>& shared, int slot, const Queries& r_q, Scores& r_s,
-                                              int thread) {
+template <int kColumns, bool kPaired, class Queries, class Scores>
+__device__ __forceinline__ void multiply_keys(WideStorage<kColumns, kPaired>& shared, int slot, const Queries& r_q,
+                                              Scores& r_s, int thread) {
   using namespace cute;
   constexpr bool kTail = kColumns > kPackedColumns;
   constexpr int kTailSteps = kTail ? kChunkSteps : 0, kValueSteps = kPackedColumns / kStepColumns;
@@ -101,7 +102,7 @@ __device__ __forceinline__ void multiply_keys(WideStorage<kColumns>& shared, int
   Tensor r_shared_q = shared_mma.get_slice(thread).partition_fragment_A(s_q);
   Tensor r_even = partition_fragment_C(mma, Shape<_64, Int<kWideKeys>>{});
   Tensor r_odd = partition_fragment_C(mma, Shape<_64, Int<kWideKeys>>{});
-  const uint32_t s_factors = shared_address(shared.factors[slot]);
+  const uint32_t s_notes = shared_address(shared.notes[slot]);
 
   // Steps [begin, end) of 16 columns.
   const auto multiply_steps = [&](int begin, int end, auto& r_sum) {
@@ -124,7 +125,7 @@ __device__ __forceinline__ void multiply_keys(WideStorage<kColumns>& shared, int
   };
   const auto add = [&](int group, auto& r_sum) {
     warpgroup_fence_operand(r_sum);
-    const LaneFactors factors(s_factors, group, thread % kWarpThreads);
+    const LaneFactors factors(s_notes, group, thread % kWarpThreads);
 #pragma unroll
     for (int i = 0; i < kLaneScores; ++i) {
       r_s(i) = kTail || group > 0 ? fmaf(r_sum(i), factors[i], r_s(i)) : r_sum(i) * factors[i];
@@ -185,26 +186,31 @@ struct RowSoftmax {
   }
 };
 
-// Scores in units of log 2; those of hidden keys are -inf. `visible`: a bit for each key.
+// Scores in units of log 2; those of hidden keys are -inf.
 template <class Scores>
-__device__ __forceinline__ void scale_and_hide(Scores& r_s, float scale_log2, uint32_t visible, int lane) {
+__device__ __forceinline__ void scale_and_hide(Scores& r_s, float scale_log2, const KeyNotes (&notes)[2], int lane) {
 #pragma unroll
   for (int i = 0; i < kLaneScores; ++i) r_s(i) *= scale_log2;
-  if (visible == ~0u) return;
+  uint32_t visible[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) visible[half] = *reinterpret_cast<const uint32_t*>(notes[half].visible);
+  if ((visible[0] & visible[1]) == ~0u) return;
 #pragma unroll
   for (int i = 0; i < kLaneScores; ++i) {
-    if (!(visible >> lane % 4 * 2 & 1u << (i / 4 * 8 + i % 2))) r_s(i) = -INFINITY;
+    // Key i / 4 * 8 + lane % 4 * 2 + i % 2.
+    const uint32_t bits = visible[i / 8] >> (lane / 2 % 2 * 8 + lane % 2 * 2);
+    if (!(bits & 1u << (i / 4 % 2 * 16 + i % 2))) r_s(i) = -INFINITY;
   }
 }
 
 // P times the factors of each group of columns, for the value warpgroups.
-template <int kColumns, class Scores>
-__device__ __forceinline__ void store_probabilities(WideStorage<kColumns>& shared, int slot, int probs_slot,
+template <int kColumns, bool kPaired, class Scores>
+__device__ __forceinline__ void store_probabilities(WideStorage<kColumns, kPaired>& shared, int slot, int probs_slot,
                                                     const Scores& r_s, int thread) {
   const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane % 16, piece = lane / 16;
 #pragma unroll
   for (int group = 0; group < kScaleGroups; ++group) {
-    const LaneFactors factors(shared_address(shared.factors[slot]), group, lane);
+    const LaneFactors factors(shared_address(shared.notes[slot]), group, lane);
     const uint32_t s_probs = shared_address(shared.probs[probs_slot][group / kHalfGroups]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -222,9 +228,9 @@ __device__ __forceinline__ void store_probabilities(WideStorage<kColumns>& share
 
 // Writes lse and returns the factor that turns O into the output, from a head's maximum, which may lag behind, and its
 // sum.
-template <int kColumns>
-__device__ __forceinline__ float finish_row(WideStorage<kColumns>& shared, const KernelParams& p, const Item& item,
-                                            int head, float row_max, float row_sum) {
+template <int kColumns, bool kPaired>
+__device__ __forceinline__ float finish_row(WideStorage<kColumns, kPaired>& shared, const KernelParams& p,
+                                            const Item& item, int head, float row_max, float row_sum) {
   const bool is_part = p.plan.splits > 1, empty = row_sum == 0.f;
   float denominator = row_sum;
   if (p.attn_sink != nullptr && !is_part) denominator += exp2_fast(shared.sinks[head] - row_max);
@@ -236,10 +242,10 @@ __device__ __forceinline__ float finish_row(WideStorage<kColumns>& shared, const
   return empty ? 0.f : 1.f / denominator;
 }
 
-template <int kColumns>
-__device__ __forceinline__ void score_wide(WideStorage<kColumns>& shared, const KernelParams& p) {
+template <int kColumns, bool kPaired>
+__device__ __forceinline__ void score_wide(WideStorage<kColumns, kPaired>& shared, const KernelParams& p) {
   using namespace cute;
-  const int thread = threadIdx.x % kWarpgroupThreads, lane = thread % kWarpThreads;
+  const int thread = unsigned(thread_index()) % kWarpgroupThreads, lane = thread % kWarpThreads;
   const int row = thread / kWarpThreads * 16 + lane / 4;  // this thread's scores: this row and row + 8
   const float scale_log2 = p.negate_q ? -p.scale_log2 : p.scale_log2;
   Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kRegisterSteps>>{});
@@ -263,7 +269,7 @@ __device__ __forceinline__ void score_wide(WideStorage<kColumns>& shared, const 
       // Only now the tile before: so S has the tensor cores to itself, and P V of the tile before runs during the
       // softmax of this one.
       if (j > 0) arrive(&shared.probs_written[probs_at.slot ^ 1]);
-      scale_and_hide(r_s, scale_log2, *reinterpret_cast<const uint32_t*>(shared.visible[at.slot]), lane);
+      scale_and_hide(r_s, scale_log2, shared.notes[at.slot], lane);
       int exponents[2] = {kExponentOfOne, kExponentOfOne};
       softmax.add(r_s, exponents);
       wait(&shared.probs_read[probs_at.slot], probs_at.parity ^ 1);
@@ -283,6 +289,8 @@ __device__ __forceinline__ void score_wide(WideStorage<kColumns>& shared, const 
       if (thread == 0) shared.finished_item[probs_at.slot] = is_last ? index : -1;
       fence_async_proxy();
       if (is_last) arrive(&shared.probs_written[probs_at.slot]);
+      // Not ahead of the fence, which might wait for it.
+      if (kPaired && thread == 0) tell_peer(&shared.received[at.slot]);
       at.advance();
       probs_at.advance();
     }

@@ -5,6 +5,7 @@
 #include "feeder.cuh"
 #include "tiles/accumulators.cuh"
 #include "tiles/online_softmax.cuh"
+#include "wide_pair.cuh"
 #include "wide_storage.cuh"
 
 namespace dsa::sparse_mla_decode {
@@ -32,23 +33,29 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Item& 
   }
 }
 
-template <int kColumns, bool kBack>
-__device__ __forceinline__ void accumulate_wide(WideStorage<kColumns>& shared, const KernelParams& p) {
+template <int kColumns, bool kPaired, bool kBack>
+__device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& shared, const KernelParams& p) {
   using namespace cute;
-  constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier;
   WideValueMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
   Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kHalfColumns>>{});
-  Feeder<kColumns, kRawStages, kBack> feeder(p, shared.raw);
-  // Half of the next raw keys to a slot; the slot is full after both.
-  const auto unpack_first = [&](int slot) {
-    feeder.prepare(shared.visible[slot]);
-    feeder.unpack(0, shared_address(shared.tiles[slot]), shared_address(shared.factors[slot]));
+  Feeder<kColumns, kPaired, kBack> feeder(p, shared.raw);
+  // The next raw keys become a tile: what is done before P is awaited, and what is done during P V. In a pair the
+  // latter is only the next copies, since the tile has a longer way to go until it is full.
+  const auto fill_first = [&](unsigned tile) {
+    const int slot = tile % kTiles;
+    feeder.prepare(shared.notes[slot]);
+    feeder.unpack(0, shared_address(shared.tiles[slot]), shared.notes[slot]);
   };
-  const auto unpack_second = [&](int slot) {
-    feeder.unpack(1, shared_address(shared.tiles[slot]), shared_address(shared.factors[slot]));
-    fence_async_proxy();
-    arrive(&shared.full[slot]);
+  const auto fill_second = [&](unsigned tile) {
+    if constexpr (kPaired) {
+      PairLink<kColumns, kBack>{shared}.publish(tile);
+    } else {
+      const int slot = tile % kTiles;
+      feeder.unpack(1, shared_address(shared.tiles[slot]), shared.notes[slot]);
+      fence_async_proxy();
+      arrive(&shared.full[slot]);
+    }
     feeder.finish();
   };
   const auto scale_rows = [&](float a, float b) {
@@ -56,24 +63,22 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns>& shared, c
     for (int i = 0; i < size(r_o); ++i) r_o(i) *= i / 2 % 2 ? b : a;
   };
 
-  static_assert(kRounds == 2);
   // This thread's rows of O are this one and the eighth after it. Read again wherever it is needed: registers are
   // scarce.
   const auto first_row = [] {
     const unsigned thread = thread_index();
     return thread % kWarpgroupThreads / kWarpThreads * 16 + thread % kWarpThreads / 4;
   };
-  for (int i = 0; i < kTiles - 1 && feeder.has_keys(); ++i) unpack_first(i), unpack_second(i);
+  for (int i = 0; i < kTiles - 1 && feeder.has_keys(); ++i) fill_first(i), fill_second(i);
   unsigned tile = 0;  // of all items
   int item;
   do {
     clear(r_o);
     do {
-      // The slot of the tile before receives the tile after the next: one half before P is awaited, the other half
-      // during P V.
-      const int slot = tile % kTiles, next_slot = (tile + kTiles - 1) % kTiles, probs_slot = tile % kProbsStages;
+      // The slot of the tile before receives the tile after the next.
+      const int slot = tile % kTiles, probs_slot = tile % kProbsStages;
       const bool has_keys = feeder.has_keys();
-      if (has_keys) unpack_first(next_slot);
+      if (has_keys) fill_first(tile + kTiles - 1);
       const int thread = unsigned(thread_index()) % kWarpgroupThreads, row = first_row();
       Tensor s_p = make_tensor(make_smem_ptr(shared.probs[probs_slot][kBack]),
                                HeadsByColumns<kWideHeads, kHalfGroups * kWideKeys>{});
@@ -96,13 +101,17 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns>& shared, c
         }
       }
       warpgroup_commit_batch();
-      if (has_keys) unpack_second(next_slot);
+      if (has_keys) fill_second(tile + kTiles - 1);
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       item = shared.finished_item[probs_slot];
       if (item >= 0) scale_rows(shared.finish[probs_slot][first_row()], shared.finish[probs_slot][first_row() + 8]);
       arrive(&shared.probs_read[probs_slot]);
-      sync_warpgroup<kBarrier>();  // all warps have multiplied by the tile
+      if constexpr (kPaired) {
+        PairLink<kColumns, kBack>{shared}.release(tile);
+      } else {
+        sync_warpgroup<kBack ? kBackBarrier : kFrontBarrier>();  // all warps have multiplied by the tile
+      }
       ++tile;
     } while (item < 0);
     store_output<kBack>(p, Item(p, item), r_o, unsigned(thread_index()) % kWarpgroupThreads);
