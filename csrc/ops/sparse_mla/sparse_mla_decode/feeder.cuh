@@ -79,7 +79,7 @@ __device__ __forceinline__ constexpr int place_of_factor(int key, int group) {
 // One value warpgroup's share of filling the ring of tiles, for all items of the CTA one after another: raw keys travel
 // kRawStages tiles ahead of those that are unpacked.
 //
-//   Feeder feeder(p, shared.raw);   // the first copies begin
+//   Feeder feeder(p, ...);          // the first copies begin
 //   while (feeder.has_keys()) {     // the same for all threads of the warpgroup, as is what follows
 //     feeder.prepare(...);          // the oldest raw stage, to a tile that is free
 //     feeder.unpack(r, tile, ...);  // for each round
