@@ -53,6 +53,15 @@ struct RawKeys {
   alignas(16) char back[kRawStages][raw_stage_bytes(kColumns, kPaired, true)];
 };
 
+// Where a thread reads and writes when it unpacks a key: offsets of its scales in those of a raw stage, of its first
+// piece and its piece of the tail in a tile, and of its factors in a tile's notes.
+struct alignas(16) Places {
+  uint32_t scales, piece, tail, factors;
+};
+// Of each thread that unpacks. A CTA alone computes them for each tile, since it has no room for a table.
+template <bool kPaired>
+using PlaceTable = Places[kPaired ? 2 * kWarpgroupThreads : 1];
+
 // What the score warpgroup has to know about half of a tile's keys: which are visible, and factors of scales. What each
 // value warpgroup writes is contiguous: `visible` and half of `factors`, and the other half.
 struct KeyNotes {
@@ -70,7 +79,7 @@ __device__ __forceinline__ constexpr int place_of_factor(int key, int group) {
 // One value warpgroup's share of filling the ring of tiles, for all items of the CTA one after another: raw keys travel
 // kRawStages tiles ahead of those that are unpacked.
 //
-//   Feeder feeder(p, shared.raw);   // the first copies begin
+//   Feeder feeder(p, ...);          // the first copies begin
 //   while (feeder.has_keys()) {     // the same for all threads of the warpgroup, as is what follows
 //     feeder.prepare(...);          // the oldest raw stage, to a tile that is free
 //     feeder.unpack(r, tile, ...);  // for each round
@@ -89,7 +98,7 @@ struct Feeder {
   static constexpr int kStageBits = kRounds + 1;
 
   const KernelParams& p;
-  const uint32_t s_raw;
+  const uint32_t s_raw, s_places;
   int index = blockIdx.x;  // the item after that of `left`
   int left = 0;            // raw stages of the item that are not copied yet
   int slots_left;          // of the item's, from this thread's first key of the next raw stage on
@@ -98,8 +107,14 @@ struct Feeder {
   int stage = 0;           // whose raw keys are the oldest
   unsigned stages = 0;     // kStageBits for each raw stage, those of the last one lowest: which keys are visible
 
-  __device__ __forceinline__ Feeder(const KernelParams& p, RawKeys<kColumns, kPaired>& raw)
-      : p(p), s_raw(shared_address(kBack ? raw.back[0] : raw.front[0])) {
+  __device__ __forceinline__ Feeder(const KernelParams& p, RawKeys<kColumns, kPaired>& raw, PlaceTable<kPaired>& places)
+      : p(p),
+        s_raw(shared_address(kBack ? raw.back[0] : raw.front[0])),
+        s_places(shared_address(places + kPaired * kBack * kWarpgroupThreads)) {
+    if constexpr (kPaired) {
+      const Places at = places_of(thread(), 0);
+      store_shared(s_places + thread() * int(sizeof(Places)), uint4{at.scales, at.piece, at.tail, at.factors});
+    }
     take_ids();
 #pragma unroll 1
     for (int i = 0; i < kRawStages; ++i) load();
@@ -188,15 +203,14 @@ struct Feeder {
 
   // The factors of the round's keys go to the tile's notes.
   __device__ __forceinline__ void unpack(int r, uint32_t s_tile, const KeyNotes* notes) const {
-    const int t = thread(), raw_key = key_of(t) + r * kRoundKeys, q = t % 4, half = t / 8 % 2;
-    const int k = first_key() + raw_key;
+    const int t = thread();
     const uint32_t s_stage = s_raw + stage * kStageBytes, s_mine = s_stage + t * kPieceBytes;
-    // Two pieces of 8 columns; a chunk further, they have the same place.
-    const uint32_t s_even = s_tile + (kFirstChunk + half) * kChunkBytes + swizzled_offset(k, 2 * q);
-    const uint32_t s_odd = s_even ^ kPieceBytes;
-    const uint32_t s_notes = shared_address(notes) + first_of_warp(t) / kHalfKeys * int(sizeof(KeyNotes));
+    const Places at = kPaired ? load_places(t) : places_of(t, r);
+    // Two pieces of 8 columns; two chunks further, they have the same place.
+    const uint32_t s_even = s_tile + at.piece, s_odd = s_even ^ kPieceBytes;
+    const uint32_t s_factors = shared_address(notes) + at.factors;
     // Loads before stores, which the compiler would not move them across.
-    const float2 scales = load_shared_pair(s_stage + kScalesAt + raw_key * kScaleBytes + kBack * kHalfGroups * 4);
+    const float2 scales = load_shared_pair(s_stage + kScalesAt + at.scales);
     uint4 raw[kHalfGroups];
 #pragma unroll
     for (int g = 0; g < kHalfGroups; ++g) raw[g] = load_shared_words(s_mine + (r * kHalfGroups + g) * kPlaneBytes);
@@ -205,11 +219,12 @@ struct Feeder {
       const SplitScale scale(g == 0 ? scales.x : scales.y);
       store_shared(s_even + g * 2 * kChunkBytes, unpack_piece(raw[g].x, raw[g].y, scale.power));
       store_shared(s_odd + g * 2 * kChunkBytes, unpack_piece(raw[g].z, raw[g].w, scale.power));
-      if (q + half == 0) store_shared(s_notes + place_of_factor(k, kBack * kHalfGroups + g), scale.factor);
+      // One lane for each key: that of its first 16 columns.
+      if ((t & 0b1011) == 0) store_shared(s_factors + g * kHalfKeys * 4, scale.factor);
     }
     if constexpr (kTail) {
       const uint4 tail = load_shared_words(s_mine + (kRounds * kHalfGroups + r) * kPlaneBytes);
-      store_shared(s_tile + kTailChunk * kChunkBytes + swizzled_offset(k, 2 * q + half), tail);
+      store_shared(s_tile + at.tail, tail);
     }
   }
 
@@ -220,6 +235,20 @@ struct Feeder {
   }
 
  private:
+  static __device__ __forceinline__ Places places_of(int t, int r) {
+    const int raw_key = key_of(t) + r * kRoundKeys, k = first_key() + raw_key, q = t % 4, half = t / 8 % 2;
+    return {.scales = uint32_t(raw_key * kScaleBytes + kBack * kHalfGroups * 4),
+            .piece = uint32_t((kFirstChunk + half) * kChunkBytes + swizzled_offset(k, 2 * q)),
+            .tail = uint32_t(kTailChunk * kChunkBytes + swizzled_offset(k, 2 * q + half)),
+            .factors = uint32_t(first_of_warp(t) / kHalfKeys * int(sizeof(KeyNotes)) +
+                                place_of_factor(k, kBack * kHalfGroups))};
+  }
+  // What the constructor has stored.
+  __device__ __forceinline__ Places load_places(int t) const {
+    const uint4 words = load_shared_words(s_places + t * int(sizeof(Places)));
+    return {.scales = words.x, .piece = words.y, .tail = words.z, .factors = words.w};
+  }
+
   __device__ __forceinline__ void publish_visible(KeyNotes* notes, int t) const {
     const unsigned oldest = stages >> (kRawStages - 1) * kStageBits;
     const int first = first_of_warp(t);

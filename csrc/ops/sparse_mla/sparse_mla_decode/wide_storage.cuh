@@ -21,6 +21,7 @@ struct WideStorage {
   alignas(1024) Bf16 probs[kProbsStages][2][kWideHeads * 2 * kWideKeys];
   alignas(1024) Bf16 q[kColumns - kSharedQChunk * kChunkColumns][kWideHeads];  // in chunks of 64 columns
   RawKeys<kColumns, kPaired> raw;
+  PlaceTable<kPaired> places;
   KeyNotes notes[kTiles][2];                  // of the first keys of a tile, and of the others
   float sinks[kWideHeads];                    // of the item, in units of log 2
   float finish[kProbsStages][kWideHeads];     // factor of O after an item's last tile

@@ -39,9 +39,9 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
   WideValueMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
   Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kHalfColumns>>{});
-  Feeder<kColumns, kPaired, kBack> feeder(p, shared.raw);
-  // The next raw keys become a tile: what is done before P is awaited, and what is done during P V. In a pair the
-  // latter is only the next copies, since the tile has a longer way to go until it is full.
+  Feeder<kColumns, kPaired, kBack> feeder(p, shared.raw, shared.places);
+  // The next raw keys become a tile: what is done before P is awaited, and what is done during P V. A CTA of a pair
+  // unpacks all of its keys first, since they have a longer way to go until the peer's tile is full.
   const auto fill_first = [&](unsigned tile) {
     const int slot = tile % kTiles;
     feeder.prepare(shared.notes[slot]);
