@@ -126,9 +126,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "sparse_mla_decode/launch_narrow": Kernels(
             "sparse_mla_decode_narrow_kernel",
             2 * 2,
-            640,
+            384,
             ("HGMMA", "LDG.E.NA.128.CONSTANT", "STS.128", "STSM", "SYNCS", "ACQBULK", *unpacking),
-            spilled=12,
         ),
         # One instance per number of columns.
         "pack_kv_fp8/launch": Kernels(

@@ -91,24 +91,23 @@ __device__ __forceinline__ void store_transposed_fp32(float* g_first, int stride
   }
 }
 
-// The same in bf16, of an even number of chunks.
-template <int kHeads, int kChunks, class Accumulator>
+// The same in bf16, of four chunks.
+template <int kHeads, class Accumulator>
 __device__ __forceinline__ void store_transposed_bf16(Bf16* g_first, int stride, int heads_left, const Accumulator& r_o,
                                                       int thread) {
-  constexpr int kHalf = kChunks / 2;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   // A transposed 8x8 matrix has heads as rows. Two matrices of a warp are 32 bytes of an output row; of each head,
-  // two lanes of a quad store those of a chunk of the first half, the other two those of one of the second half.
+  // two lanes of a quad store those of one chunk, the other two those of the chunk after the next.
 #pragma unroll
   for (int i = 0; i < kHeads / 2; i += 4) {
-    const int head = i / 4 * 8 + lane / 4, column = lane / 2 % 2 * kHalf * kChunkColumns + warp * 16;
+    const int head = i / 4 * 8 + lane / 4, column = lane / 2 % 2 * 2 * kChunkColumns + warp * 16;
     Piece* g_pieces = reinterpret_cast<Piece*>(g_first + int64_t{head} * stride + column) + lane % 2;
 #pragma unroll
-    for (int chunk = 0; chunk < kHalf; ++chunk) {
+    for (int chunk = 0; chunk < 2; ++chunk) {
       Piece piece;
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        const int at = i + m % 2 * 2, of = chunk + m / 2 * kHalf;
+        const int at = i + m % 2 * 2, of = chunk + m / 2 * 2;
         piece.words[m] = transpose_matrix(pack_bf16(r_o(at, of, 0), r_o(at + 1, of, 0)));
       }
       transpose_in_quads(piece, lane);

@@ -3,14 +3,15 @@
 //
 // Who does what, for tile j of an item:
 //
-//   warpgroup    waits on                 does                                           signals
-//   score        full[j]                  S^T = K Q^T; softmax
-//                probs_read of tile j-2   P^T, once for each group of columns            probs_written
-//                                         after the last tile: lse, factor of O          finished
-//   value 0-3    probs_written            O = O * rescale + P V of 128 columns           probs_read
-//                                         unpacks the same columns of tile j+2, and a    full[j+2]
-//                                         quarter of its tail
-//                finished                 after the last tile: scales and stores O
+//   warpgroup         waits on                       does                                         signals
+//   score             full_front[j], full_back[j]    S^T = K Q^T; softmax
+//                     probs_read of tile j-2         P^T, once for each group of columns          probs_written
+//                                                    after the last tile: lse, factor of O        finished
+//   value 0 (front)   probs_written                  O[:, 0:256) = O * rescale + P V              probs_read
+//                                                    unpacks columns [0, 256) of tile j+2         full_front[j+2]
+//   value 1 (back)    probs_written                  O[:, 256:512) = O * rescale + P V            probs_read
+//                                                    unpacks the other columns of tile j+2        full_back[j+2]
+//   value 0, 1        finished                       scale and store O
 //
 // P is double-buffered, so that the scores of a tile need not wait for the values of the one before.
 //
@@ -82,7 +83,7 @@ __device__ __forceinline__ void multiply_keys(NarrowStorage<kColumns, kHeads>& s
   warpgroup_fence_operand(r_sums);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    wait(&shared.full[slot][half], parity);
+    wait(half == 0 ? &shared.full_front[slot] : &shared.full_back[slot], parity);
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kGroupSteps; ++k) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ void multiply_keys(NarrowStorage<kColumns, kHeads>& s
 // tile is stored. With 16 heads this gains nothing.
 template <int kColumns, int kHeads>
 struct Prefetcher {
-  static constexpr bool kIsUsed = true;
+  static constexpr bool kIsUsed = kHeads == 32;
   static constexpr int kTilesAhead = 3, kThreadsPerKey = 2, kLines = 3, kLineBytes = 128;
   static constexpr int kLastByte = packed_bytes(kColumns) - 1;
   static_assert(kWarpgroupThreads == kThreadsPerKey * kTileKeys && kLastByte < kThreadsPerKey * kLines * kLineBytes);
@@ -141,7 +142,7 @@ template <int kColumns, int kHeads, int kThreadHeads>
 __device__ __forceinline__ void finish_heads(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p,
                                              const Item& item, int slot, const float (&column_max)[kThreadHeads],
                                              float (&column_sum)[kThreadHeads], int thread) {
-  sum_columns<kNarrowScoreBarrier>(shared.of_warps, column_sum, thread);
+  sum_columns<kScoreBarrier>(shared.of_warps, column_sum, thread);
   if (thread >= 4) return;
   const int heads_left = item.heads_left(p);
   const bool is_part = p.plan.splits > 1;
@@ -183,7 +184,7 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
     const Item item(p, index);
     load_queries(shared, p, item, thread);
     fence_async_proxy();
-    sync_warpgroup<kNarrowScoreBarrier>();
+    sync_warpgroup<kScoreBarrier>();
 
     float column_max[kThreadHeads], column_sum[kThreadHeads];  // column_sum is of this thread's keys only
 #pragma unroll
@@ -223,8 +224,8 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
 #pragma unroll
       for (int c = 0; c < kThreadHeads; ++c) exponents[c] = kExponentOfOne;
       // This barrier also waits until no warp multiplies by Q any more, which the next item may replace.
-      if (any_of_warpgroup(kNarrowScoreBarrier, raise)) {
-        raise_maxima<kNarrowScoreBarrier>(shared.of_warps, top, column_max, column_sum, exponents, thread);
+      if (any_of_warpgroup(kScoreBarrier, raise)) {
+        raise_maxima<kScoreBarrier>(shared.of_warps, top, column_max, column_sum, exponents, thread);
       }
 #pragma unroll
       for (int c = 0; c < kThreadHeads; ++c) {
@@ -260,30 +261,35 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
   }
 }
 
-// A quarter of O of an item, times the factors of its heads.
-template <int kHeads, class Output>
-__device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, int quarter, const Output& r_o) {
+// O of an item, times the factors of its heads.
+template <bool kBack, int kHeads, class Output>
+__device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, const Output& r_o) {
   const int thread = unsigned(thread_index()) % kWarpgroupThreads;
   const int64_t first_row = item.first_row(p);
-  const int heads_left = item.heads_left(p), first_column = quarter * kOwnColumns;
+  const int heads_left = item.heads_left(p);
+  constexpr int kFirst = kBack * kValueColumns / 2;
   if (p.plan.splits > 1) {
-    float* g_out = p.partial_out + (item.split * p.rows + first_row) * kValueColumns + first_column;
+    float* g_out = p.partial_out + (item.split * p.rows + first_row) * kValueColumns + kFirst;
     store_transposed_fp32<kHeads>(g_out, kValueColumns, heads_left, r_o, thread);
   } else {
-    Bf16* g_out = static_cast<Bf16*>(p.out) + first_row * kValueColumns + first_column;
-    store_transposed_bf16<kHeads, kOwnChunks>(g_out, kValueColumns, heads_left, r_o, thread);
+    Bf16* g_out = static_cast<Bf16*>(p.out) + first_row * kValueColumns + kFirst;
+    store_transposed_bf16<kHeads>(g_out, kValueColumns, heads_left, r_o, thread);
   }
 }
 
-template <int kColumns, int kHeads>
-__device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p,
-                                                  int quarter) {
+template <int kColumns, int kHeads, bool kBack>
+__device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p) {
   using namespace cute;
-  using Feeder = NarrowFeeder<kColumns, kHeads>;
-  constexpr int kEarlyKeys = kHeads == 16 ? Feeder::kKeys : 1;  // as there are registers for
+  constexpr int kRows = kValueColumns / 2;  // of O^T, columns of O
+  constexpr int kChunks = kRows / kChunkColumns, kGroups = kScaleGroups / 2;
+  using Feeder = NarrowFeeder<kColumns, kHeads, kBack>;
+  // As many as there are registers for.
+  constexpr int kEarlyChunks = (kHeads == 16 ? kChunks : kChunks / 2) - (Feeder::kTailLoads > 0);
+  constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier;
+
   NarrowValueMma<kHeads> mma;
-  Tensor r_o = partition_fragment_C(mma, Shape<Int<kOwnColumns>, Int<kHeads>>{});  // O^T: (of a chunk, chunks, 1)
-  Feeder feeder(shared, p, quarter);
+  Tensor r_o = partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeads>>{});  // (of a chunk, chunks, 1)
+  Feeder feeder(shared, p);
   Ring<kNarrowStages> at;
   Ring<kProbsStages> probs_at;
   Ring<kFinishStages> finish_at;
@@ -292,7 +298,7 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
     for (int i = 0; i < kHeads / 2; ++i) {
       const float f = factor(column_of_value(i, unsigned(thread_index()) % kWarpThreads));
 #pragma unroll
-      for (int chunk = 0; chunk < kOwnChunks; ++chunk) r_o(i, chunk, 0) *= f;
+      for (int chunk = 0; chunk < kChunks; ++chunk) r_o(i, chunk, 0) *= f;
     }
   };
 
@@ -301,12 +307,9 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     bool is_last = false;
     while (!is_last) {
-      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[at.slot] + quarter * kOwnColumns * kTileRows),
-                               ColumnsByRows<kOwnColumns>{});
-      Tensor s_p =
-          make_tensor(make_smem_ptr(shared.probs[probs_at.slot][quarter]), HeadsByColumns<kHeads, kTileRows>{});
+      Tensor s_v =
+          make_tensor(make_smem_ptr(shared.tiles[at.slot] + kBack * kRows * kTileRows), ColumnsByRows<kRows>{});
       Tensor r_v = mma.get_slice(0).partition_fragment_A(s_v);
-      Tensor r_p = mma.get_slice(0).partition_fragment_B(s_p);
       wait(&shared.probs_written[probs_at.slot], probs_at.parity);
       is_last = read_for_warp(shared.is_last_tile[probs_at.slot]);
       const auto& rescale = shared.rescale[probs_at.slot];
@@ -318,25 +321,33 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
 #pragma unroll
       for (int k = 0; k < kTileRows / kStepColumns; ++k) {
 #pragma unroll
-        for (int chunk = 0; chunk < kOwnChunks; ++chunk) gemm(mma, r_v(_, chunk, k), r_p(_, 0, k), r_o(_, chunk, 0));
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          const int group = (kBack ? kGroups : 0) + chunk / (kChunks / kGroups);
+          Tensor s_p =
+              make_tensor(make_smem_ptr(shared.probs[probs_at.slot][group]), HeadsByColumns<kHeads, kTileRows>{});
+          Tensor r_p = mma.get_slice(0).partition_fragment_B(s_p);
+          gemm(mma, r_v(_, chunk, k), r_p(_, 0, k), r_o(_, chunk, 0));
+        }
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
       // Meanwhile, the tile that will replace this one. Without one the pieces are zero, so that they occupy no
       // registers before.
-      typename Feeder::Pieces pieces;
+      uint4 pieces[Feeder::kKeys][kChunks][2];
       if (feeder.has_keys) {
-        feeder.template unpack_keys<0, kEarlyKeys>(pieces);
+        feeder.template unpack_keys<0, kEarlyChunks>(pieces);
       } else {
-        Feeder::template clear<0, kEarlyKeys>(pieces);
+        feeder.template clear<0, kEarlyChunks>(pieces);
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       arrive(&shared.probs_read[probs_at.slot]);
       if (feeder.has_keys) {
-        feeder.template unpack_keys<kEarlyKeys, Feeder::kKeys>(pieces);
-        sync_warpgroup(kValueBarrier + quarter);
-        feeder.store_keys(at.slot, pieces);
+        sync_warpgroup<kBarrier>();
+        feeder.template store_keys<0, kEarlyChunks>(at.slot, pieces);
+        feeder.template unpack_keys<kEarlyChunks, kChunks>(pieces);
+        feeder.template store_keys<kEarlyChunks, kChunks>(at.slot, pieces);
+        feeder.finish_tile(at.slot);
         feeder.load_keys();
       }
       at.advance();
@@ -345,25 +356,25 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
     wait(&shared.finished[finish_at.slot], finish_at.parity);
     scale_heads([&](int h) { return shared.finish[finish_at.slot][h]; });
     finish_at.advance();
-    store_output<kHeads>(p, Item(p, index), quarter, r_o);
+    store_output<kBack, kHeads>(p, Item(p, index), r_o);
   }
 }
 
 template <int kColumns, int kHeads>
-__global__ void __launch_bounds__(kNarrowThreads, 1)
-    sparse_mla_decode_narrow_kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_narrow_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_bytes_[];
   auto& shared = *reinterpret_cast<NarrowStorage<kColumns, kHeads>*>(shared_bytes_);
   const int thread = threadIdx.x % kWarpgroupThreads;
   const int warpgroup = cutlass::canonical_warp_group_idx();
 
   if (threadIdx.x == 0) {
-    for (auto& halves : shared.full) {
-      for (uint64_t& barrier : halves) barrier_init(&barrier, kValueWarpgroups / 2 * kWarpgroupThreads);
+    for (int i = 0; i < kNarrowStages; ++i) {
+      barrier_init(&shared.full_front[i], kWarpgroupThreads);
+      barrier_init(&shared.full_back[i], kWarpgroupThreads);
     }
     for (int i = 0; i < kProbsStages; ++i) {
       barrier_init(&shared.probs_written[i], kWarpgroupThreads);
-      barrier_init(&shared.probs_read[i], kValueWarpgroups * kWarpgroupThreads);
+      barrier_init(&shared.probs_read[i], 2 * kWarpgroupThreads);
     }
     for (uint64_t& barrier : shared.finished) barrier_init(&barrier, kWarpgroupThreads);
     fence_barrier_init();
@@ -372,14 +383,11 @@ __global__ void __launch_bounds__(kNarrowThreads, 1)
   launch_dependents();
   wait_for_preceding_kernel();
 
-  // Of the registers that the CTA starts with; 16 heads need no more than these.
-  constexpr int kStart = 96, kValueRegisters = kHeads == 16 ? kStart : 88, kScoreRegisters = kHeads == 16 ? kStart : 128;
-  static_assert(kValueWarpgroups * kValueRegisters + kScoreRegisters <= kNarrowThreads / kWarpgroupThreads * kStart);
-  if (warpgroup < kValueWarpgroups) {
-    if constexpr (kValueRegisters != kStart) set_registers<kValueRegisters, kStart>();
-    accumulate_narrow<kColumns, kHeads>(shared, p, warpgroup);
+  if (warpgroup == 0) {
+    accumulate_narrow<kColumns, kHeads, false>(shared, p);
+  } else if (warpgroup == 1) {
+    accumulate_narrow<kColumns, kHeads, true>(shared, p);
   } else {
-    if constexpr (kScoreRegisters != kStart) set_registers<kScoreRegisters, kStart>();
     score_narrow<kColumns, kHeads>(shared, p, thread);
   }
 }

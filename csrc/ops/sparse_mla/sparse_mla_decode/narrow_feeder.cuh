@@ -1,9 +1,9 @@
-// How keys get into tiles, in the kernel of few heads: a value warpgroup loads its quarter of the columns of packed keys
-// to registers, one tile ahead, and stores them as bf16. It also copies a quarter of the tail.
+// How keys get into tiles, in the kernel of few heads: a value warpgroup loads its half of the columns of packed keys
+// to registers, one tile ahead, and stores them as bf16.
 //
 // A thread has two keys of a tile, 32 rows apart, which it shares with three neighbors. Each loads 16 bytes of every
 // 64: these become two pieces of a row of a chunk. Eight lanes in a row store pieces of two rows, one odd and one even:
-// to different banks. Of the tail, each of the four lanes copies one piece, of one of the keys.
+// to different banks.
 #pragma once
 
 #include "narrow_storage.cuh"
@@ -18,17 +18,17 @@ namespace dsa::sparse_mla_decode {
 // What is read in place of a key where there is none.
 static __device__ const uint4 g_zeros[packed_bytes(576) / 16] = {};
 
-template <int kColumns, int kHeads>
+template <int kColumns, int kHeads, bool kBack>
 struct NarrowFeeder {
   static constexpr int kKeys = 2, kKeyStep = kTileRows / kKeys;
+  static constexpr int kChunks = kValueChunks / 2, kGroups = kScaleGroups / 2;  // of a half
+  static constexpr int kGroupChunks = kChunks / kGroups;
   static constexpr int kLanesPerKey = 4, kLoadBytes = 16 * kLanesPerKey;
-  static constexpr bool kTail = kColumns > kPackedColumns;
-  static_assert(kChunkColumns == kLoadBytes && (kColumns - kPackedColumns) % (kValueWarpgroups * kPieceColumns) == 0);
-  using Pieces = uint4[kKeys][kOwnChunks][2];  // of eight columns
+  static constexpr int kTailLoads = kBack ? (kColumns - kPackedColumns) * 2 / kLoadBytes : 0;  // of a key
+  static_assert(kChunkColumns == kLoadBytes && kTailLoads % 2 == 0);
 
   NarrowStorage<kColumns, kHeads>& shared;
   const KernelParams& p;
-  int quarter;  // of the columns
   // Ids of the tile after the one in registers.
   int next_item = blockIdx.x;
   int tiles_left = 0;  // of the item, after the tile of `ids`
@@ -39,18 +39,19 @@ struct NarrowFeeder {
   // The tile in registers.
   bool has_keys;
   unsigned visible;  // bit r: the r-th row is a key
-  float scales[kKeys];
-  uint4 packed[kKeys][kOwnChunks], tail;
+  float2 scales[kKeys];
+  uint4 packed[kKeys][kChunks], tail[kKeys][kTailLoads > 0 ? kTailLoads : 1];
 
-  __device__ __forceinline__ NarrowFeeder(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p, int quarter)
-      : shared(shared), p(p), quarter(quarter) {}
+  __device__ __forceinline__ NarrowFeeder(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p)
+      : shared(shared), p(p) {}
 
   // The thread's first row of a tile, and its 16 bytes of 64.
   static __device__ __forceinline__ int row() { return unsigned(thread_index()) % kWarpgroupThreads / kLanesPerKey; }
   static __device__ __forceinline__ int lane_of_key() { return unsigned(thread_index()) % kLanesPerKey; }
-  // Of which of its keys the thread copies a piece of the tail, and which piece.
-  static __device__ __forceinline__ int tail_key() { return lane_of_key() / 2; }
-  __device__ __forceinline__ int tail_piece() const { return quarter * 2 + lane_of_key() % 2; }
+  // The i-th piece of the tail that this thread copies: rows with different parity differ, as for the other columns.
+  static __device__ __forceinline__ int tail_piece(int i) {
+    return i / 2 * 8 + (i % 2 ^ row() % 2) * kLanesPerKey + lane_of_key();
+  }
 
   __device__ __forceinline__ void load_ids() {
     if (tiles_left == 0) {
@@ -86,77 +87,92 @@ struct NarrowFeeder {
       g_keys[r] = is_key ? g_key : reinterpret_cast<const char*>(g_zeros);
     }
     hold(g_keys[0], g_keys[1]);
+    const int first = lane_of_key() * 16;
 #pragma unroll
     for (int r = 0; r < kKeys; ++r) {
-      scales[r] = __ldg(reinterpret_cast<const float*>(g_keys[r] + kPackedColumns) + quarter);
-      const char* g_columns = g_keys[r] + quarter * kOwnColumns + lane_of_key() * 16;
+      scales[r] = __ldg(reinterpret_cast<const float2*>(g_keys[r] + kPackedColumns + kBack * kGroups * 4));
+      const char* g_columns = g_keys[r] + first;
 #pragma unroll
-      for (int chunk = 0; chunk < kOwnChunks; ++chunk) packed[r][chunk] = load_once(g_columns + chunk * kLoadBytes);
-    }
-    if constexpr (kTail) {
-      const char* g_tail = (tail_key() == 0 ? g_keys[0] : g_keys[1]) + kPackedColumns + kScaleBytes;
-      tail = load_once(g_tail + tail_piece() * 16);
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        packed[r][chunk] = load_once(g_columns + (kBack * kChunks + chunk) * kLoadBytes);
+      }
+#pragma unroll
+      for (int i = 0; i < kTailLoads; ++i) {
+        tail[r][i] = load_once(g_keys[r] + kPackedColumns + kScaleBytes + tail_piece(i) * 16);
+      }
     }
     load_ids();
   }
 
-  // Of the thread's keys [kFirst, kEnd).
+  // Unpacks chunks [kFirst, kEnd) of the half: to `pieces` of eight columns.
   template <int kFirst, int kEnd>
-  __device__ __forceinline__ void unpack_keys(Pieces& pieces) const {
+  __device__ __forceinline__ void unpack_keys(uint4 (&pieces)[kKeys][kChunks][2]) const {
 #pragma unroll
-    for (int r = kFirst; r < kEnd; ++r) {
-      const uint32_t power = SplitScale(scales[r]).power;
+    for (int r = 0; r < kKeys; ++r) {
+      const uint32_t powers[kGroups] = {SplitScale(scales[r].x).power, SplitScale(scales[r].y).power};
 #pragma unroll
-      for (int chunk = 0; chunk < kOwnChunks; ++chunk) {
+      for (int chunk = kFirst; chunk < kEnd; ++chunk) {
         const uint4& from = packed[r][chunk];
-        pieces[r][chunk][0] = unpack_piece(from.x, from.y, power);
-        pieces[r][chunk][1] = unpack_piece(from.z, from.w, power);
+        pieces[r][chunk][0] = unpack_piece(from.x, from.y, powers[chunk / kGroupChunks]);
+        pieces[r][chunk][1] = unpack_piece(from.z, from.w, powers[chunk / kGroupChunks]);
       }
     }
   }
 
   template <int kFirst, int kEnd>
-  static __device__ __forceinline__ void clear(Pieces& pieces) {
-#pragma unroll
-    for (int r = kFirst; r < kEnd; ++r) {
-#pragma unroll
-      for (int chunk = 0; chunk < kOwnChunks; ++chunk) pieces[r][chunk][0] = pieces[r][chunk][1] = {};
-    }
-  }
-
-  // The pieces, the tail, the factors of the scales, and which rows are keys, to a tile; its half may then be full.
-  __device__ __forceinline__ void store_keys(int slot, const Pieces& pieces) const {
-    const uint32_t s_tile = shared_address(shared.tiles[slot]);
-    const uint32_t s_row = s_tile + quarter * kOwnChunks * kChunkBytes + swizzled_offset(row(), 2 * lane_of_key());
+  static __device__ __forceinline__ void clear(uint4 (&pieces)[kKeys][kChunks][2]) {
 #pragma unroll
     for (int r = 0; r < kKeys; ++r) {
 #pragma unroll
-      for (int chunk = 0; chunk < kOwnChunks; ++chunk) {
+      for (int chunk = kFirst; chunk < kEnd; ++chunk) pieces[r][chunk][0] = pieces[r][chunk][1] = {};
+    }
+  }
+
+  // Stores them to a tile.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void store_keys(int slot, const uint4 (&pieces)[kKeys][kChunks][2]) const {
+    const uint32_t s_row =
+        shared_address(shared.tiles[slot]) + kBack * kChunks * kChunkBytes + swizzled_offset(row(), 2 * lane_of_key());
+#pragma unroll
+    for (int r = 0; r < kKeys; ++r) {
+#pragma unroll
+      for (int chunk = kFirst; chunk < kEnd; ++chunk) {
         const uint32_t s_piece = s_row + chunk * kChunkBytes + r * kKeyStep * kSwizzleRowBytes;
         store_shared(s_piece, pieces[r][chunk][0]);
         store_shared(s_piece ^ 16, pieces[r][chunk][1]);
       }
     }
-    if constexpr (kTail) {
-      store_shared(s_tile + kValueChunks * kChunkBytes + swizzled_offset(row() + tail_key() * kKeyStep, tail_piece()),
-                   tail);
-    }
-    if (lane_of_key() == 0) {
+  }
+
+  // The rest of a tile: the tail, the factors of the scales, and which rows are keys. Then the half is full.
+  __device__ __forceinline__ void finish_tile(int slot) const {
 #pragma unroll
-      for (int r = 0; r < kKeys; ++r) {
+    for (int r = 0; r < kKeys; ++r) {
+      const uint32_t s_tail = shared_address(shared.tiles[slot]) + kValueChunks * kChunkBytes;
+#pragma unroll
+      for (int i = 0; i < kTailLoads; ++i) {
+        store_shared(s_tail + i / 2 * kChunkBytes + swizzled_offset(row() + r * kKeyStep, tail_piece(i) % 8),
+                     tail[r][i]);
+      }
+      if (lane_of_key() == 0) {
         const int key = row() + r * kKeyStep;
-        shared.factors[slot][quarter][key] = SplitScale(scales[r]).factor;
-        if (quarter == 0) shared.visible[slot][key] = visible >> r & 1;
+        shared.factors[slot][kBack * kGroups][key] = SplitScale(scales[r].x).factor;
+        shared.factors[slot][kBack * kGroups + 1][key] = SplitScale(scales[r].y).factor;
+        if (!kBack) shared.visible[slot][key] = visible >> r & 1;
       }
     }
     fence_async_proxy();
-    arrive(&shared.full[slot][quarter / 2]);
+    arrive(kBack ? &shared.full_back[slot] : &shared.full_front[slot]);
   }
 
   __device__ __forceinline__ void fill(int slot) const {
-    Pieces pieces;
-    unpack_keys<0, kKeys>(pieces);
-    store_keys(slot, pieces);
+    uint4 pieces[kKeys][kChunks][2];
+    static_assert(kChunks == 4);
+    unpack_keys<0, 1>(pieces), store_keys<0, 1>(slot, pieces);
+    unpack_keys<1, 2>(pieces), store_keys<1, 2>(slot, pieces);
+    unpack_keys<2, 3>(pieces), store_keys<2, 3>(slot, pieces);
+    unpack_keys<3, 4>(pieces), store_keys<3, 4>(slot, pieces);
+    finish_tile(slot);
   }
   // The first tiles of the CTA; the loads of both travel together.
   __device__ __forceinline__ void fill_stages() {

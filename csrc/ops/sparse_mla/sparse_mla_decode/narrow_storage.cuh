@@ -7,18 +7,14 @@
 
 namespace dsa::sparse_mla_decode {
 
-// Value warpgroups, each with the columns of one scale: unpacking takes them longest, and more warps hide its latencies.
-inline constexpr int kValueWarpgroups = kScaleGroups, kOwnColumns = kScaleColumns;
-inline constexpr int kNarrowThreads = (kValueWarpgroups + 1) * kWarpgroupThreads;
-inline constexpr int kNarrowScoreBarrier = 1, kValueBarrier = 2;  // 0 is __syncthreads; one for each value warpgroup
-inline constexpr int kNarrowStages = 2;                           // of tiles
+inline constexpr int kNarrowStages = 2;  // of tiles
 inline constexpr int kProbsStages = 2;   // of P
 // Of what ends an item. P of an item may be written before O of the item two before it is scaled, where these have one
 // tile each; a third one is then not.
 inline constexpr int kFinishStages = kProbsStages + 1;
 inline constexpr int kStepColumns = 16;  // K of one wgmma
 inline constexpr int kChunkBytes = kChunkElements * sizeof(Bf16);
-inline constexpr int kValueChunks = kValueColumns / kChunkColumns, kOwnChunks = kOwnColumns / kChunkColumns;
+inline constexpr int kValueChunks = kValueColumns / kChunkColumns;
 static_assert(kTileRows == kTileKeys);
 
 template <int kColumns, int kHeads>
@@ -32,8 +28,7 @@ struct NarrowStorage {
   int is_last_tile[kProbsStages];         // of its item; arrives with P
   float finish[kFinishStages][kHeads];    // factor of O after the last tile of an item
   float of_warps[kWarpsPerWarpgroup][kHeads];
-  uint64_t full[kNarrowStages][2];  // halves of the columns; both include some of the tail
-  uint64_t finished[kFinishStages];
+  uint64_t full_front[kNarrowStages], full_back[kNarrowStages], finished[kFinishStages];
   uint64_t probs_written[kProbsStages], probs_read[kProbsStages];
 };
 

@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_output_transposed(const KernelParams& p, c
     store_transposed_fp32<kHeads>(g_out, kDv, heads_left, r_o, thread);
   } else {
     Bf16* g_out = static_cast<Bf16*>(p.out) + first_row * kDv + kFirst;
-    store_transposed_bf16<kHeads, kDv / 2 / kChunkColumns>(g_out, kDv, heads_left, r_o, thread);
+    store_transposed_bf16<kHeads>(g_out, kDv, heads_left, r_o, thread);
   }
 }
 
