@@ -166,9 +166,7 @@ struct Feeder {
       for (int r = 0; r < kRounds; ++r) {
         const bool is_key = static_cast<unsigned>(ids[r]) < static_cast<unsigned>(p.slots);
         stages |= is_key << r;
-        int page, slot;
-        p.page_slots(page, slot, is_key ? ids[r] : 0);
-        const char* g_row = static_cast<const char*>(p.kv_cache) + page * p.page_bytes + slot * p.slot_bytes;
+        const char* g_row = p.key(is_key ? ids[r] : 0);
         const int bytes = is_key ? kPieceBytes : 0;  // the others are filled with zeros
         const char* g_piece = g_row + kBack * kHalfBytes + piece * kPieceBytes;
         const uint32_t s_mine = s_stage + t * kPieceBytes;
@@ -209,11 +207,11 @@ struct Feeder {
     // Two pieces of 8 columns; two chunks further, they have the same place.
     const uint32_t s_even = s_tile + at.piece, s_odd = s_even ^ kPieceBytes;
     const uint32_t s_factors = shared_address(notes) + at.factors;
-    // Loads before stores, which the compiler would not move them across.
-    const float2 scales = load_shared_pair(s_stage + kScalesAt + at.scales);
+    // Loads before stores, which the compiler would not move them across; those that wait for `at` last.
     uint4 raw[kHalfGroups];
 #pragma unroll
     for (int g = 0; g < kHalfGroups; ++g) raw[g] = load_shared_words(s_mine + (r * kHalfGroups + g) * kPlaneBytes);
+    const float2 scales = load_shared_pair(s_stage + kScalesAt + at.scales);
 #pragma unroll
     for (int g = 0; g < kHalfGroups; ++g) {
       const SplitScale scale(g == 0 ? scales.x : scales.y);

@@ -22,13 +22,32 @@ inline constexpr int kValueColumns = 512;
 inline constexpr int kThreads = 384;  // two value warpgroups, one score warpgroup; each needs all 168 registers
 inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads
 
+// Division of an int that is not negative by a constant of the host, without the branch of FastDivmod for 1.
+struct Divisor {
+  explicit Divisor(int divisor) : divisor(divisor) {
+    while ((int64_t{1} << shift) < divisor) ++shift;
+    multiplier = static_cast<uint32_t>(ceil_div(int64_t{1} << (31 + shift), divisor));  // from 2^31 to 2^32 - 1
+  }
+  __device__ __forceinline__ uint32_t quotient(uint32_t x) const { return __umulhi(x << 1, multiplier) >> shift; }
+
+  uint32_t multiplier;
+  int divisor, shift = 0;
+};
+
 // Values derived from Params once, on the host.
 struct KernelParams : Params {
   explicit KernelParams(const Params& params);
 
-  int64_t rows;                                                           // batch * tokens * heads
-  int items;                                                              // (token, part, block of heads)
-  cutlass::FastDivmod head_blocks, split_count, token_count, page_slots;  // to decode an item's index, and a slot
+  // Where the key of a slot of the cache begins.
+  __device__ __forceinline__ const char* key(int slot) const {
+    const uint32_t page = page_slots.quotient(slot), in_page = slot - page * page_slots.divisor;
+    return static_cast<const char*>(kv_cache) + uint64_t{page} * page_bytes + uint64_t{in_page} * slot_bytes;
+  }
+
+  int64_t rows;                                               // batch * tokens * heads
+  int items;                                                  // (token, part, block of heads)
+  cutlass::FastDivmod head_blocks, split_count, token_count;  // to decode an item's index
+  Divisor page_slots;
   float scale_log2;  // |sm_scale| * log2(e); above zero so that masked scores stay -inf
   bool negate_q;     // sm_scale is negative
 };

@@ -127,9 +127,7 @@ struct Prefetcher {
   __device__ __forceinline__ void advance() {
     if constexpr (!kIsUsed) return;
     if (static_cast<unsigned>(id) < static_cast<unsigned>(p.slots)) {
-      int page, slot;
-      p.page_slots(page, slot, id);
-      const char* g_key = static_cast<const char*>(p.kv_cache) + page * p.page_bytes + slot * p.slot_bytes;
+      const char* g_key = p.key(id);
 #pragma unroll
       for (int line = 0; line < kLines; ++line) prefetch_l2(g_key + min(kLastByte, (first_line + line) * kLineBytes));
     }

@@ -81,10 +81,7 @@ struct NarrowFeeder {
     for (int r = 0; r < kKeys; ++r) {
       const bool is_key = static_cast<unsigned>(ids[r]) < static_cast<unsigned>(p.slots);
       visible |= is_key << r;
-      int page, slot;
-      p.page_slots(page, slot, is_key ? ids[r] : 0);
-      const char* g_key = static_cast<const char*>(p.kv_cache) + page * p.page_bytes + slot * p.slot_bytes;
-      g_keys[r] = is_key ? g_key : reinterpret_cast<const char*>(g_zeros);
+      g_keys[r] = is_key ? p.key(ids[r]) : reinterpret_cast<const char*>(g_zeros);
     }
     hold(g_keys[0], g_keys[1]);
     const int first = lane_of_key() * 16;

@@ -17,9 +17,8 @@
 //
 // In a pair, moreover:
 //
-//   value          0 and 1    peer_free[j - 1]      its 16 keys of tile j + 2, all of them      full[j + 2], and that
-//   of
-//                                                   before P is awaited, sent during P V        the peer by bytes
+//   value          0 and 1    peer_free[j - 1]      its 16 keys of tile j + 2, all of them,     full[j + 2], and by
+//                                                   unpacked and sent before P is awaited       bytes the peer's
 //                             received[j]           frees the slot of tile j after P V          the peer's peer_free[j]
 //   score          2                                after P: all that the peer sent is here     the peer's received[j]
 //

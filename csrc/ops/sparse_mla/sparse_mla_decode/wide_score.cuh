@@ -123,9 +123,10 @@ __device__ __forceinline__ void multiply_keys(WideStorage<kColumns, kPaired>& sh
   const auto multiply_group = [&](int group, auto& r_sum) {
     multiply_steps(group * kGroupSteps, (group + 1) * kGroupSteps, r_sum);
   };
-  const auto add = [&](int group, auto& r_sum) {
+  // Their loads begin before the product is waited for.
+  const auto factors_of = [&](int group) { return LaneFactors(s_notes, group, thread % kWarpThreads); };
+  const auto add = [&](int group, auto& r_sum, const LaneFactors& factors) {
     warpgroup_fence_operand(r_sum);
-    const LaneFactors factors(s_notes, group, thread % kWarpThreads);
 #pragma unroll
     for (int i = 0; i < kLaneScores; ++i) {
       r_s(i) = kTail || group > 0 ? fmaf(r_sum(i), factors[i], r_s(i)) : r_sum(i) * factors[i];
@@ -135,17 +136,21 @@ __device__ __forceinline__ void multiply_keys(WideStorage<kColumns, kPaired>& sh
   if constexpr (kTail) multiply_steps(kValueSteps, kValueSteps + kTailSteps, r_s);
   multiply_group(0, r_even);
   multiply_group(1, r_odd);
+  LaneFactors factors = factors_of(0);
   warpgroup_wait<1>();
   if constexpr (kTail) warpgroup_fence_operand(r_s);
-  add(0, r_even);
+  add(0, r_even, factors);
   multiply_group(2, r_even);
+  factors = factors_of(1);
   warpgroup_wait<1>();
-  add(1, r_odd);
+  add(1, r_odd, factors);
   multiply_group(3, r_odd);
+  factors = factors_of(2);
   warpgroup_wait<1>();
-  add(2, r_even);
+  add(2, r_even, factors);
+  factors = factors_of(3);
   warpgroup_wait<0>();
-  add(3, r_odd);
+  add(3, r_odd, factors);
 }
 
 // Two rows of a lane: the running maximum, in units of log 2, and the sum relative to it, of the lane's keys.
@@ -203,14 +208,18 @@ __device__ __forceinline__ void scale_and_hide(Scores& r_s, float scale_log2, co
   }
 }
 
-// P times the factors of each group of columns, for the value warpgroups.
+// P times the factors of each group of columns, for the value warpgroups. A group's factors are loaded while the one
+// before is stored.
 template <int kColumns, bool kPaired, class Scores>
 __device__ __forceinline__ void store_probabilities(WideStorage<kColumns, kPaired>& shared, int slot, int probs_slot,
                                                     const Scores& r_s, int thread) {
   const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane % 16, piece = lane / 16;
+  const uint32_t s_notes = shared_address(shared.notes[slot]);
+  LaneFactors next(s_notes, 0, lane);
 #pragma unroll
   for (int group = 0; group < kScaleGroups; ++group) {
-    const LaneFactors factors(shared_address(shared.notes[slot]), group, lane);
+    const LaneFactors factors = next;
+    if (group + 1 < kScaleGroups) next = LaneFactors(s_notes, group + 1, lane);
     const uint32_t s_probs = shared_address(shared.probs[probs_slot][group / kHalfGroups]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
