@@ -20,8 +20,8 @@ struct Plan {
 // sparse_mla_fwd.
 inline constexpr int natural_block(int heads) { return heads <= 16 ? 16 : heads <= 32 ? 32 : 64; }
 
-// Of a tile of 64 packed keys for 64 heads: a CTA alone, or one of a pair, which unpacks half of them (an estimate).
-inline constexpr int64_t kAloneClocks = 6500, kPairedClocks = 5600;
+// Of a tile of 64 packed keys for 64 heads: of a CTA alone, or of one of a pair, which unpacks half of them.
+inline constexpr int64_t kAloneClocks = 6000, kPairedClocks = 5600;
 
 // Estimated clocks of a tile of 64 keys, by heads of the item.
 inline constexpr int64_t tile_clocks(int block_heads, int heads, bool is_packed) {
