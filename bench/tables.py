@@ -142,11 +142,13 @@ def block(name: str, page: Path) -> str:
     if name == "transformers_steps":
         return transformers_steps(json.loads(path.read_text())["cases"])
     result = json.loads(path.read_text())
+    has_peer = any(case["peer"] for case in result["cases"])
+    what = f"Speed of {name} relative to its peers" if has_peer else f"Time of {name}"
     lines = [
         f"{result['gpu']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}; "
         f"{result['timer']}; kernels `{result['kernels_sha256'][:12]}`.",
         "",
-        f"![Speed of {name} relative to its peers]({Path(os.path.relpath(path, page.parent)).as_posix()[:-5]}.png)",
+        f"![{what}]({Path(os.path.relpath(path, page.parent)).as_posix()[:-5]}.png)",
     ]
     groups = dict.fromkeys(case["group"] for case in result["cases"])
     for group in groups:

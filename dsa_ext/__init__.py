@@ -10,9 +10,10 @@ from dsa_ext.functional.indexer import *  # noqa: F403
 from dsa_ext.functional.indexer_paged import *  # noqa: F403
 from dsa_ext.functional.mhc import *  # noqa: F403
 from dsa_ext.functional.sparse_mla import *  # noqa: F403
+from dsa_ext.nn.page_tables import CacheFullError
 from dsa_ext.nn.paged_cache import PagedKVCache
 
-__all__ = ["PagedKVCache", "__version__", "build_info", *functional.__all__]
+__all__ = ["CacheFullError", "PagedKVCache", "__version__", "build_info", *functional.__all__]
 
 
 def __dir__() -> list[str]:

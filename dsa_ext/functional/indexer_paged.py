@@ -70,7 +70,9 @@ def indexer_topk_paged(
     ::
 
         logits = indexer_logits_paged(q, k_cache, weights, context_lens, block_table)
-        indices, values = topk_select(logits, 0, context_lens, topk)  # page_table=block_table with return_slots
+        starts = torch.zeros(B * N, dtype=torch.int32)
+        ends = (context_lens[:, None] - N + 1 + torch.arange(N, dtype=torch.int32)).flatten()  # for context_lens [B]
+        indices, values = topk_select(logits, starts, ends, topk)  # page_table=block_table with return_slots
 
     Args:
         q, k_cache, weights, context_lens, block_table: as for :func:`indexer_logits_paged`.
