@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sanitized.sparse_mla import SPARSE_MLA_DECODE
 
 
 @given(items=st.integers(1, 5000), slots=st.integers(1, 5000), num_sms=st.integers(1, 140))
@@ -137,6 +138,16 @@ def test_plans_of_decoding_fill_the_chip(host_functions: ModuleType, is_packed: 
         block_heads, splits = plan(1, heads, 2048, 132, is_packed, False)
         assert heads // block_heads * splits > 30
         assert plan(256, heads, 2048, 132, is_packed, False) == (min(64, heads), 1)
+
+
+def test_sanitized_calls_of_decoding_have_all_plans(host_functions: ModuleType) -> None:
+    plan = host_functions.sparse_mla_decode.make_plan
+    found = set()
+    for (batch, tokens, *_, heads, topk, _d_qk), batch_invariant in SPARSE_MLA_DECODE:
+        block_heads, splits = plan(batch * tokens, heads, topk, 132, True, batch_invariant)
+        found.add((block_heads, heads > block_heads, splits > 1))
+    assert found >= set(itertools.product([64], [False, True], [False, True])), "alone and in pairs"
+    assert {block_heads for block_heads, _, _ in found} == {16, 32, 64}
 
 
 @given(items=st.integers(0, 2**40), topk=st.integers(1, 2**20), num_sms=st.integers(1, 200))

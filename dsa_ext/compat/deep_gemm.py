@@ -104,17 +104,18 @@ def _from_first_key(
         if tensor.shape[:1] != q.shape[:1]:
             fail("fp8_mqa_logits", name, f"as long as q, which has {q.shape[0]} rows", tensor)
     rows, keys = len(q), len(kv[0])
-    result = torch.empty(rows, columns, dtype=torch.float32, device=q.device)
+    parts = []
     step = max(1, _LOGITS // max(1, keys, columns))
     offsets = torch.arange(columns, device=q.device)
     for first in range(0, max(1, rows), step):  # once without rows, for the operator's checks
         run = slice(first, first + step)
-        parts = (weights[run], starts[run], ends[run])
-        logits = without_gradient(_indexer_logits, q[run], kv[0], *parts, kv[1], False)
+        logits = without_gradient(_indexer_logits, q[run], kv[0], weights[run], starts[run], ends[run], kv[1], False)
         if keys > 0:
             places = (starts[run, None].clamp(min=0) + offsets).clamp_(max=keys - 1)
-            torch.gather(logits, 1, places, out=result[run])
-    return result
+            parts.append(torch.gather(logits, 1, places))
+        else:
+            parts.append(logits.new_empty(logits.shape[0], columns))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _fp8_alone(function: str, q: Any) -> Tensor:

@@ -89,7 +89,7 @@ class ParallelSparseMLA(SparseMLA):
             latent, k_rope = (shared(key, self._tp) for key in self._latent_keys(x, here))
             values = self._dense(heads, latent, k_rope, _local(self.kv_b_proj.weight), here)
             return SparseMLAOutput(self._out(values), None, None)
-        kv_b = self._kv_b()
+        kv_b = self._kv_b(x)
         runs_indexer = self.phase != "dense" and ids is None
         # These collectives run beside the indexer, which needs the first of them only.
         index_keys = (
@@ -114,7 +114,7 @@ class ParallelSparseMLA(SparseMLA):
         """Raises a TypeError: a parallel layer takes no cache."""
         raise TypeError("ParallelSparseMLA: a parallel layer takes no cache, make_cache is for a SparseMLA on one rank")
 
-    def _kv_b(self) -> Tensor:
+    def _kv_b(self, x: Tensor) -> Tensor:
         return all_heads(_local(self.kv_b_proj.weight), self._tp)
 
     def _heads(self, q_latent: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.compiler import is_compiling
 
 from dsa_ext.ops._library import is_transformed
@@ -16,9 +17,12 @@ from dsa_ext.ops.sparse_mla import VALUE_COLUMNS
 def is_plain(projection: Any) -> bool:
     """Whether a call of a projection is the product with its weight and nothing else: no adapter, hook or bias, and
     no weight that is divided among ranks or quantized."""
-    if type(projection) is not nn.Linear or type(projection.weight) not in (Tensor, nn.Parameter):
-        return False
-    if nn.modules.module._has_any_global_hook():
+    return _is_own(projection) and not nn.modules.module._has_any_global_hook()
+
+
+def _is_own(projection: Any) -> bool:
+    """is_plain, but for hooks of all modules, such as those of torch.utils.flop_counter."""
+    if type(projection) is not nn.Linear or type(projection.weight) not in (Tensor, nn.Parameter, FakeTensor):
         return False
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     is_changed = "forward" in vars(projection) or any(getattr(projection, name) for name in hooks)
@@ -28,11 +32,18 @@ def is_plain(projection: Any) -> bool:
 def weight_of(projection: Any, like: Tensor) -> Tensor:
     """The weight with which a projection of latent keys multiplies inputs of the dtype and on the device of `like`:
     with an adapter, a quantizer, an offload or a hook, its product with the unit matrix."""
-    if is_plain(projection):
+    if _is_own(projection):
         weight: Tensor = projection.weight
+    elif has_bias(projection):
+        raise ValueError(f"kv_b_proj must have no bias, nor may its adapters, got {projection}")
     else:
         weight = projection(torch.eye(VALUE_COLUMNS, device=like.device, dtype=like.dtype)).T
     return weight
+
+
+def has_bias(projection: Any) -> bool:
+    """Whether a projection, or an adapter in it, adds a bias."""
+    return any(name.rpartition(".")[2] == "bias" for name, _ in projection.named_parameters())
 
 
 def multiply(out: Tensor, x: Tensor, weights: Tensor) -> None:

@@ -171,7 +171,7 @@ class SparseMLA(nn.Module):
             self._check_ids(ids, x)
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         if self.phase == "dense" and rows.bounds is None:
-            values = self._dense(self._heads(q_latent), *self._latent_keys(x, rows), self._kv_b(), rows)
+            values = self._dense(self._heads(q_latent), *self._latent_keys(x, rows), self._kv_b(x), rows)
             return SparseMLAOutput(self.o_proj(values.flatten(2)), None, None)
         tensors = None
         if self.phase != "dense" and ids is None:
@@ -180,7 +180,7 @@ class SparseMLA(nn.Module):
                 ids = self.indexer.select(tensors, self.topk, rows.bounds)
         out_weight = self.o_proj.weight if is_plain(self.o_proj) else None
         out, loss = self._absorbed(
-            self._heads(q_latent), self._keys(x, rows), self._kv_b(), tensors, ids, rows, out_weight
+            self._heads(q_latent), self._keys(x, rows), self._kv_b(x), tensors, ids, rows, out_weight
         )
         return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, loss, ids)
 
@@ -215,7 +215,7 @@ class SparseMLA(nn.Module):
         rows = self._rows(x)
         heads, kv = self._heads(self.q_a_layernorm(self.q_a_proj(x))), self._keys(x, rows)
         all_keys = _all_keys(heads, kv)
-        p = self._attend(heads, kv, self._kv_b(), all_keys, rows, distribution=True).distribution
+        p = self._attend(heads, kv, self._kv_b(x), all_keys, rows, distribution=True).distribution
         assert p is not None
         return p[..., : x.shape[1]] / self.heads
 
@@ -291,10 +291,10 @@ class SparseMLA(nn.Module):
         heads = as_autocast(self._heads(q_latent))
         if keys is not None:
             kv, out_weight = cache.gather(layer, heads.dtype), self.o_proj.weight if is_plain(self.o_proj) else None
-            listed = keys[:, :, None]
-            out = self._attend(heads, kv[None, :, None], self._kv_b(), listed, rows, out_weight, distribution=False).out
+            kv, listed, kv_b = kv[None, :, None], keys[:, :, None], self._kv_b(x)
+            out = self._attend(heads, kv, kv_b, listed, rows, out_weight, distribution=False).out
             return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, None, ids)
-        key_weight, value_weight = self._weights(self._kv_b())
+        key_weight, value_weight = self._weights(self._kv_b(x))
         q = absorbed_queries(heads, key_weight, self._rope(heads, rows))
         options = {"sm_scale": self.sm_scale, "batch_invariant": cache.batch_invariant}
         latent, _ = functional.sparse_mla_decode(q, cache.kv(layer), ids, **options)
@@ -364,9 +364,9 @@ class SparseMLA(nn.Module):
             sm_scale=self.sm_scale, out_weight=out_weight, distribution=distribution, **rows.visible(),
         )  # fmt: skip
 
-    def _kv_b(self) -> Tensor:
-        """The weight of kv_b_proj, of all heads."""
-        return weight_of(self.kv_b_proj, self.kv_a_layernorm.weight)
+    def _kv_b(self, x: Tensor) -> Tensor:
+        """The weight of kv_b_proj, of all heads, for the layer's input."""
+        return weight_of(self.kv_b_proj, x)
 
     def _weights(self, kv_b: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of kv_b_proj for keys and for values, per head: [H, nope_dim or v_dim, kv_lora_rank]."""

@@ -164,3 +164,16 @@ def test_metadata_and_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = deep_gemm.get_paged_mqa_logits_metadata(torch.ones(3, 1, dtype=torch.int32), 64, deep_gemm.get_num_sms())
     assert metadata.dtype == torch.int32
     assert metadata.shape == (67, 2)
+
+
+def test_modes_with_rows_from_their_first_key() -> None:
+    """Compiled for any sizes, and in a vmap over weights."""
+    q, kv, weights, *bounds = prefill_inputs()
+
+    def call(weights: Tensor) -> Tensor:
+        return deep_gemm.fp8_mqa_logits(q, kv, weights, *bounds, False, 7)
+
+    expected = call(weights)
+    compiled = torch.compile(call, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(weights), expected)
+    assert torch.equal(torch.vmap(call)(torch.stack([weights, weights]))[1], expected)

@@ -22,14 +22,19 @@ SPARSE_MLA = (
     (2, 2, 0, 65, 1, 5, 576),
     (1, 150, 100, 100, 1, 70, 576),
 )
-# (B, N, blocks, page, H, K, d_qk): one tile, partial tiles, keys split over CTAs, no key.
+# (B, N, blocks, page, H, K, d_qk), batch_invariant: one tile, partial tiles, keys split over CTAs, no key; fp8 keys for
+# CTAs with 16, 32 and 64 heads, and for pairs of CTAs.
 SPARSE_MLA_DECODE = (
-    (2, 2, 3, 53, 64, 64, 576),
-    (1, 3, 5, 64, 128, 200, 512),
-    (2, 1, 7, 69, 5, 300, 576),
-    (1, 1, 40, 61, 20, 2000, 576),
-    (150, 1, 9, 2, 33, 17, 512),
-    (2, 2, 0, 64, 3, 5, 576),
+    ((2, 2, 3, 53, 64, 64, 576), True),
+    ((1, 3, 5, 64, 128, 200, 512), False),
+    ((2, 1, 7, 69, 5, 300, 576), False),
+    ((1, 1, 40, 61, 20, 2000, 576), True),
+    ((150, 1, 9, 2, 33, 17, 512), False),
+    ((4, 2, 5, 64, 64, 200, 576), False),
+    ((2, 2, 3, 53, 128, 70, 576), True),
+    ((1, 2, 5, 64, 65, 70, 512), True),
+    ((3, 2, 5, 64, 100, 200, 576), False),
+    ((2, 2, 0, 64, 3, 5, 576), False),
 )
 
 
@@ -95,13 +100,16 @@ def sparse_mla_bwd_merged() -> None:
 
 
 def sparse_mla_decode() -> None:
-    for i, (batch, tokens, blocks, page, heads, topk, d_qk) in enumerate(SPARSE_MLA_DECODE):
+    for i, (sizes, batch_invariant) in enumerate(SPARSE_MLA_DECODE):
+        batch, tokens, blocks, page, *_ = sizes
         for packed in (True, False):
-            inputs = make_cache(batch, tokens, blocks, page, heads, topk, d_qk, packed=packed)
+            inputs = make_cache(*sizes, packed=packed)
             lengths = torch.arange(batch * tokens, dtype=torch.int32).view(batch, tokens) * 9
             args = {"q": strided_copy(inputs.q), "kv_cache": inputs.kv_cache}
             args["indices"] = spoil_indices(inputs.indices, blocks * page)
-            checked("sparse_mla_decode", **args, topk_length=lengths if i % 2 else None, batch_invariant=i % 3 == 0)
+            checked(
+                "sparse_mla_decode", **args, topk_length=lengths if i % 2 else None, batch_invariant=batch_invariant
+            )
         args = with_sink({**args, "kv_cache": strided_cache(args["kv_cache"])})
         checked("sparse_mla_decode", **args, inf_if_empty=True)
 

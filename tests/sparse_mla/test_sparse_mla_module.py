@@ -307,21 +307,3 @@ def test_errors_of_rope() -> None:
             apply_rope(x, other)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="apply_rope: layout must be 'half' or 'interleaved', got 'pairs'"):
         apply_rope(x, positions, layout="pairs")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("phase", ["dense", "warmup", "sparse"])
-def test_an_adapter_of_kv_b_proj(phase: Any) -> None:
-    """A hook, as those of adapters, changes the result as the same change of the weight does, and gets a gradient."""
-    layer, merged = make_layer(phase=phase), make_layer(phase=phase)
-    merged.load_state_dict(layer.state_dict())
-    a = torch.randn(3, layer.kv_lora_rank, dtype=torch.float64, requires_grad=True)
-    b = torch.randn(layer.kv_b_proj.out_features, 3, dtype=torch.float64) / 30
-    layer.kv_b_proj.register_forward_hook(lambda module, args, result: result + args[0] @ (b @ a).T)
-    with torch.no_grad():
-        merged.kv_b_proj.weight += b @ a
-    x = make_input()
-    result = layer(x)
-    torch.testing.assert_close(result.out, merged(x).out)
-    result.out.sum().backward()
-    assert a.grad is not None
-    assert a.grad.abs().max() > 0

@@ -17,7 +17,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttent
 from dsa_ext import functional
 from dsa_ext.integrations.transformers.masks import NAME, bounds_of
 from dsa_ext.nn.absorbed import Rope, absorbed_attention
-from dsa_ext.nn.heads import is_plain, weight_of
+from dsa_ext.nn.heads import has_bias, is_plain, weight_of
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 from dsa_ext.nn.rotary import rotated
 from dsa_ext.ops._checks import describe, dtype_name
@@ -91,6 +91,7 @@ def misfit(layer: Any) -> str | None:
         f"index_n_heads must be one of {HEADS}, got {c.index_n_heads}": c.index_n_heads in HEADS,
         f"index_head_dim must be one of {DIMS}, got {c.index_head_dim}": (c.index_head_dim in DIMS),
         f"index_topk must be at most {MAX_TOPK}, got {c.index_topk}": c.index_topk <= MAX_TOPK,
+        "kv_b_proj must have no bias": not has_bias(layer.kv_b_proj),
         f"config.is_causal must be True, got {getattr(c, 'is_causal', True)}": getattr(c, "is_causal", True),
         f"weights must be bfloat16 (on the CPU also float32), got {dtype_name(dtype)}": dtype != torch.float16,
     }

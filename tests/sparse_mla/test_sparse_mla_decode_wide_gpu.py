@@ -1,0 +1,133 @@
+"""sparse_mla_decode of fp8 keys with more than 32 heads: a CTA with up to 64 heads alone, and pairs of CTAs with more.
+
+With batch_invariant every item has up to 64 heads and all keys of a token. Otherwise small calls have other items.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from sparse_mla_gpu_inputs import DEVICE
+from torch import Tensor
+
+from dsa_ext.testing.inputs import CacheInputs, make_cache, strided_cache, strided_copy
+from dsa_ext.testing.tolerances import errors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("heads", [64, 65, 127, 128]),
+    pytest.mark.parametrize("d_qk", [576, 512]),
+]
+
+OP = torch.ops.dsa.sparse_mla_decode.default
+BLOCKS, PAGE, TOPK, BATCH = 40, 16, 70, 300  # more tokens than SMs
+SLOT = 17  # that only every other token lists
+
+#: Bytes of a packed key, and what they are replaced by: NaN in e4m3, NaN and infinity as a scale.
+NOT_FINITE = [(100, [0x7F]), (511, [0xFF]), (512, [0, 0, 0xC0, 0x7F]), (524, [0, 0, 0x80, 0x7F])]
+#: Scales of the four groups of columns from uniform random numbers.
+SCALES: dict[str, Any] = {
+    "ordinary": lambda x: x / 100,
+    "of many magnitudes": lambda x: torch.exp2(x * 24 - 20),
+    "negative": lambda x: (x - 0.5) / 50,
+    "zero": lambda x: torch.where(x < 0.4, 0.0, x / 100),
+    "tiny": lambda x: x * 1e-30,
+    "denormal": lambda x: torch.where(x < 0.5, x * 1e-39, x / 100),
+    "huge": lambda x: torch.where(x == x.amax(), 1e20, x / 100),
+}
+
+
+def inputs_of(heads: int, d_qk: int, batch: int = BATCH) -> CacheInputs:
+    inputs = make_cache(batch, 1, BLOCKS, PAGE, heads, TOPK, d_qk, device=DEVICE)
+    inputs.indices.masked_fill_(inputs.indices == SLOT, SLOT + 1)
+    inputs.indices[1::2, 0, 5] = SLOT
+    return inputs
+
+
+def with_bytes(cache: Tensor, slots: Any, first: int, values: Tensor) -> Tensor:
+    cache = cache.clone()
+    cache.view(-1, cache.shape[-1])[slots, first : first + values.shape[-1]] = values
+    return cache
+
+
+def with_scales(cache: Tensor, scales: Tensor) -> Tensor:
+    return with_bytes(cache, slice(None), 512, scales.contiguous().view(torch.uint8))
+
+
+def check(q: Tensor, kv_cache: Tensor, indices: Tensor, **options: Any) -> None:
+    args = {"q": q, "kv_cache": kv_cache, "indices": indices, **options}
+    errors("sparse_mla_decode", OP(**args), args).check()
+
+
+def same_bits(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
+def test_values_that_are_not_finite_stay_with_their_tokens(heads: int, d_qk: int) -> None:
+    q, cache, ids = vars(inputs_of(heads, d_qk)).values()
+    clean = OP(q, cache, ids, batch_invariant=True)
+    assert not clean[0].isnan().any()
+    rope = [(600, [0xC0, 0x7F])] if d_qk == 576 else []  # NaN in bf16
+    for first, values in NOT_FINITE + rope:
+        replaced = with_bytes(cache, SLOT, first, torch.tensor(values, dtype=torch.uint8, device=DEVICE))
+        out, lse = OP(q, replaced, ids, batch_invariant=True)
+        assert out[1::2].isnan().all()
+        assert lse[1::2].isnan().all()
+        assert same_bits((out[::2], lse[::2]), (clean[0][::2], clean[1][::2]))
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_scales_of_any_size(heads: int, d_qk: int, batch_invariant: bool) -> None:
+    q, cache, ids = vars(inputs_of(heads, d_qk, 3)).values()
+    x = torch.rand(BLOCKS * PAGE, 4, device=DEVICE)
+    for scales_of in SCALES.values():
+        check(q, with_scales(cache, scales_of(x)), ids, batch_invariant=batch_invariant)
+    for magnitude in (2.0**60, 2.0**-60):
+        scaled = (q.float() * magnitude).bfloat16()
+        check(scaled, with_scales(cache, x / 100 / magnitude), ids, batch_invariant=batch_invariant)
+
+
+def test_pairs_have_the_bits_of_ctas_alone(heads: int, d_qk: int) -> None:
+    q, cache, ids = vars(inputs_of(heads, d_qk)).values()
+    out, lse = OP(q, cache, ids, batch_invariant=True)
+    for part in (slice(0, 64), slice(64, heads)):
+        if part.stop - part.start > 32:  # with fewer heads, another kernel adds in another order
+            alone = OP(q[:, :, part], cache, ids, batch_invariant=True)
+            assert same_bits((out[:, :, part], lse[:, :, part]), alone)
+    assert same_bits(OP(strided_copy(q), strided_cache(cache), ids, batch_invariant=True), (out, lse))
+
+
+def test_lengths(heads: int, d_qk: int) -> None:
+    """Also those that leave a CTA of a pair without a key in a tile, and parts without keys."""
+    q, cache, ids = vars(inputs_of(heads, d_qk)).values()
+    lengths = torch.arange(BATCH, device=DEVICE, dtype=torch.int32)[:, None] % (TOPK + 2) - 1
+    check(q, cache, ids, topk_length=lengths, batch_invariant=True)
+    many = make_cache(2, 1, BLOCKS, 64, heads, 2048, d_qk, device=DEVICE)
+    for pair in ((0, 1), (16, 17), (31, 33), (64, 65), (2047, 2048)):
+        lengths = torch.tensor(pair, device=DEVICE, dtype=torch.int32)[:, None]
+        for batch_invariant in (True, False):
+            check(**vars(many), topk_length=lengths, batch_invariant=batch_invariant)
+
+
+@pytest.mark.gpu_memory(24)
+def test_large_caches_and_pages_and_streams(heads: int, d_qk: int) -> None:
+    """Pages beyond 2^32 bytes, one page of more than 2^20 slots, and calls on several streams at once."""
+    small = make_cache(40, 1, 10, 64, heads, 300, d_qk, device=DEVICE)
+    row = small.kv_cache.shape[-1]
+    blocks = 2**33 // (64 * row) + 10
+    cache = torch.zeros(blocks, 64, 1, row, dtype=torch.uint8, device=DEVICE)
+    cache[:5], cache[-5:] = small.kv_cache[:5], small.kv_cache[5:]
+    far = torch.where(small.indices < 320, small.indices, small.indices + (blocks - 10) * 64).int()
+    expected = OP(**vars(small), batch_invariant=True)
+    for view in (cache, cache.view(1, -1, 1, row)):
+        assert same_bits(OP(small.q, view, far, batch_invariant=True), expected)
+
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    results = []
+    for i in range(60):
+        with torch.cuda.stream(streams[i % 3]):
+            results.append(OP(**vars(small), batch_invariant=i % 2 == 0))
+    torch.cuda.synchronize()
+    assert all(same_bits(result, expected) for result in results[::2])
+    assert all(same_bits(result, results[1]) for result in results[1::2])
