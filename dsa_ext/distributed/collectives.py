@@ -1,4 +1,5 @@
 """Collectives that autograd differentiates. Tensors have the batch first and the rows of a sequence second.
+There are no second derivatives: autograd raises an error where one would pass through a collective.
 
 A group may be None, which means one rank: then nothing is communicated.
 """
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from dsa_ext.distributed.shares import Shares
@@ -101,6 +103,7 @@ class _Share(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
         return _reduce(dout, ctx.group), None
 
@@ -112,6 +115,7 @@ class _AllHeads(torch.autograd.Function):
         return _all_gather(weight, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter(dout, ctx.group), None
 
@@ -235,6 +239,7 @@ class _Start(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         return ctx.transfer.gradient.finish(), None
 
@@ -249,6 +254,7 @@ class _Finish(torch.autograd.Function):
         return transfer.finish()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
         ctx.transfer.gradient = ctx.transfer.transposed()
         ctx.transfer.gradient.start(dout)

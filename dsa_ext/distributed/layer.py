@@ -2,6 +2,7 @@
 that are divided among ranks (context parallelism)."""
 
 import hashlib
+import operator
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dsa_ext.distributed.collectives import (
     Group,
@@ -23,10 +25,15 @@ from dsa_ext.distributed.collectives import (
     summed,
 )
 from dsa_ext.distributed.shares import Order, shares_of
-from dsa_ext.nn.heads import is_plain
+from dsa_ext.nn.heads import WHOLE, excess_of
 from dsa_ext.nn.indexer import IndexerTensors
 from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput, _Rows
 from dsa_ext.ops._checks import describe
+
+#: The projections whose weights are read: they are not called.
+_READ = ("q_b_proj", "kv_b_proj", "o_proj", "indexer.wq_b", "indexer.weights_proj")
+_OPTIONS = ("heads", "nope_dim", "v_dim", "topk", "phase", "rope", "rope_theta", "yarn", "sm_scale")
+_INDEXER_OPTIONS = ("heads", "head_dim", "rope_dim", "rope", "rope_theta", "yarn", "hadamard", "precision")
 
 
 class ParallelSparseMLA(SparseMLA):
@@ -69,7 +76,7 @@ class ParallelSparseMLA(SparseMLA):
         """
         self._check_input(x)
         in_context = size_of(self._cp)
-        seq_len = x.shape[1] * in_context if seq_len is None else seq_len
+        seq_len = x.shape[1] * in_context if seq_len is None else _length(seq_len)
         context = shares_of(seq_len, in_context, self._order, x.device)
         held = context.rows(rank_in(self._cp))
         if x.shape[1] != len(held):
@@ -114,6 +121,12 @@ class ParallelSparseMLA(SparseMLA):
         """Raises a TypeError: a parallel layer takes no cache."""
         raise TypeError("ParallelSparseMLA: a parallel layer takes no cache, make_cache is for a SparseMLA on one rank")
 
+    def _check_input(self, x: Any) -> None:
+        super()._check_input(x)
+        refusal = _refusal(self, (*WHOLE, DTensor))  # of what has been added since `parallelize`
+        if refusal is not None:
+            raise ValueError(f"ParallelSparseMLA: {refusal}")
+
     def _kv_b(self, x: Tensor) -> Tensor:
         return all_heads(_local(self.kv_b_proj.weight), self._tp)
 
@@ -128,7 +141,7 @@ class ParallelSparseMLA(SparseMLA):
 
     def rows_of_rank(self, seq_len: int) -> Tensor:
         """The rows of sequences of this length that this rank holds, ascending; on the CPU."""
-        shares = shares_of(seq_len, size_of(self._cp), self._order, torch.device("cpu"))
+        shares = shares_of(_length(seq_len), size_of(self._cp), self._order, torch.device("cpu"))
         return shares.rows(rank_in(self._cp)).clone()
 
     def _indexer_tensors(
@@ -150,6 +163,12 @@ class _Groups:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Groups":
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "ParallelSparseMLA: a parallel layer cannot be pickled or saved whole, since it has process groups; save "
+            "its state_dict() with torch.distributed.checkpoint"
+        )
 
 
 def parallelize(
@@ -182,8 +201,8 @@ def parallelize(
         TypeError: layer is not a SparseMLA, or mesh not a DeviceMesh.
         ValueError: the layer is parallel already, the mesh has no such dimension, both are the same or none is named,
             the heads cannot be divided among the ranks, a projection has an adapter, a hook or a bias, or the layers of
-            the ranks differ in shape, dtype or options; then all ranks raise it. That their weights are equal is not
-            checked.
+            the ranks differ in options, hooks, or the shapes, dtypes and requires_grad of parameters; then all ranks
+            raise it, and their layers stay as they are. That their weights are equal is not checked.
     """
     for argument, value, kind in (("layer", layer, SparseMLA), ("mesh", mesh, DeviceMesh)):
         if not isinstance(value, kind):
@@ -198,45 +217,74 @@ def parallelize(
         raise ValueError(f"parallelize: tensor and context must be two dimensions or one of them None, got {tensor!r}")
     if order not in ("zigzag", "contiguous"):
         raise ValueError(f"parallelize: order must be 'zigzag' or 'contiguous', got {order!r}")
-    ranks = 1 if tensor is None else mesh[tensor].size()
-    if layer.heads % ranks != 0:
-        raise ValueError(f"parallelize: the layer's heads must be a multiple of {ranks} ranks, got {layer.heads}")
-    weights_read = (layer.q_b_proj, layer.kv_b_proj, layer.o_proj, layer.indexer.wq_b, layer.indexer.weights_proj)
-    if not all(map(is_plain, weights_read)):
-        raise ValueError(
-            "parallelize: q_b_proj, kv_b_proj, o_proj and the wq_b and weights_proj of the indexer must be nn.Linear "
-            f"without bias, adapters and hooks, got {', '.join(map(repr, weights_read))}"
-        )
-    layer.__class__ = ParallelSparseMLA
-    assert isinstance(layer, ParallelSparseMLA)
-    layer._order = order
-    layer._groups = _Groups(
+    groups = _Groups(
         *(None if name is None or mesh[name].size() == 1 else mesh[name].get_group() for name in (tensor, context))
     )
-    for group in (layer._tp, layer._cp):
-        _check_equal(layer, group, mesh.device_type)
-    if layer._tp is not None:
+    refusal = _refusal(layer, WHOLE)
+    _check_equal(_description(layer, order, refusal), groups, mesh.device_type)
+    ranks = size_of(groups.tensor)
+    if layer.heads % ranks != 0:
+        raise ValueError(f"parallelize: the layer's heads must be a multiple of {ranks} ranks, got {layer.heads}")
+    if refusal is not None:
+        raise ValueError(f"parallelize: {refusal}")
+    divided = {}
+    if groups.tensor is not None:
         assert tensor is not None
         for name, dim in (("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
-            projection = getattr(layer, name)
-            weight = distribute_tensor(projection.weight.detach(), mesh[tensor], [Shard(dim)])
-            projection.weight = nn.Parameter(weight, requires_grad=projection.weight.requires_grad)
+            weight = getattr(layer, name).weight
+            shard = distribute_tensor(weight.detach(), mesh[tensor], [Shard(dim)])
+            divided[name] = nn.Parameter(shard, requires_grad=weight.requires_grad)
+    layer.__class__ = ParallelSparseMLA
+    assert isinstance(layer, ParallelSparseMLA)
+    layer._order, layer._groups = order, groups
+    for name, parameter in divided.items():
+        getattr(layer, name).weight = parameter
     return layer
 
 
-def _check_equal(layer: ParallelSparseMLA, group: Group, device: str) -> None:
-    """Raises an error on all ranks of a group if their layers differ, since their collectives would wait forever."""
-    if group is None:
+def _refusal(layer: SparseMLA, weights: tuple[type, ...]) -> str | None:
+    """Why the weights of the projections that are read, of these types, would not do for calls; None if they do."""
+    for name in _READ:
+        excess = excess_of(operator.attrgetter(name)(layer), weights)
+        if excess is not None:
+            return f"{name} must be nn.Linear without bias, adapters and hooks, got {excess}"
+    return None
+
+
+def _description(layer: SparseMLA, order: Order, refusal: str | None) -> str:
+    """What must be equal on all ranks: otherwise their collectives wait forever, or their results differ."""
+    options = [f"{name} {getattr(layer, name)!r}" for name in _OPTIONS] + [f"order {order!r}"]
+    indexer = [f"indexer.{name} {getattr(layer.indexer, name)!r}" for name in _INDEXER_OPTIONS]
+    parameters = [
+        f"{name} {describe(parameter)}{'' if parameter.requires_grad else ' frozen'}"
+        for name, parameter in layer.named_parameters()
+    ]
+    return ", ".join([*options, *indexer, *parameters, *([] if refusal is None else [refusal])])
+
+
+def _check_equal(here: str, groups: _Groups, device: str) -> None:
+    """Raises an error on all ranks of both groups if their descriptions differ."""
+    members = [group for group in (groups.tensor, groups.context) if group is not None]
+    if not members:
         return
-    weights = [f"{name} {describe(parameter)}" for name, parameter in layer.named_parameters()]
-    here = (
-        f"{layer.heads} heads, topk {layer.topk}, phase {layer.phase!r}, order {layer._order!r}, {', '.join(weights)}"
-    )
     digest = int.from_bytes(hashlib.sha256(here.encode()).digest()[:7], "big")
-    extremes = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    if extremes.tolist() != [digest, -digest]:
+    with _disable_current_modes():  # FakeTensorMode has no numbers
+        extremes = torch.tensor([digest, -digest], device=device)
+        for group in members:  # one after the other: then they are those of all ranks of both
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        differ = extremes.tolist() != [digest, -digest]
+    if differ:
         raise ValueError(f"parallelize: the layers of the ranks differ; on this rank: {here}")
+
+
+def _length(seq_len: Any) -> int:
+    try:
+        length = operator.index(seq_len)
+    except TypeError:
+        raise TypeError(f"ParallelSparseMLA: seq_len must be an int, got {seq_len!r}") from None
+    if length < 0:
+        raise ValueError(f"ParallelSparseMLA: seq_len must be at least 0, got {length}")
+    return length
 
 
 def _local(weight: Any) -> Tensor:

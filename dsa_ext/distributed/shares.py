@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 Order = Literal["zigzag", "contiguous"]
 
@@ -29,19 +31,24 @@ class Shares:
         return parts[rank]
 
 
-@lru_cache(maxsize=64)
 def shares_of(seq: int, ranks: int, order: Order, device: torch.device) -> Shares:
     """Equal shares, up to one or two rows, of a sequence of `seq` rows.
 
     With "zigzag", rank r has parts r and 2 ranks - 1 - r of 2 ranks equal parts: where a query reads the keys before
     it, all ranks then have the same work.
     """
-    with torch.inference_mode(False), torch.device("cpu"):  # whatever the mode of the first call
+    # Fake tensors must not be kept, and FakeTensorMode does not take the real ones that are.
+    return (_kept_shares_of if detect_fake_mode() is None else _shares_of)(seq, ranks, order, device)
+
+
+@lru_cache(maxsize=64)
+def _kept_shares_of(seq: int, ranks: int, order: Order, device: torch.device) -> Shares:
+    with torch.inference_mode(False), _disable_current_modes():  # whatever the modes of the first call
         return _shares_of(seq, ranks, order, device)
 
 
 def _shares_of(seq: int, ranks: int, order: Order, device: torch.device) -> Shares:
-    row = torch.arange(seq)
+    row = torch.arange(seq, device="cpu")
     if order == "zigzag":
         parts = row.tensor_split(2 * ranks)
         rows = [torch.cat([parts[rank], parts[-1 - rank]]) for rank in range(ranks)]
@@ -51,7 +58,6 @@ def _shares_of(seq: int, ranks: int, order: Order, device: torch.device) -> Shar
     place_of_row = torch.empty_like(row_of_place)
     place_of_row[row_of_place] = row
     sizes = tuple(len(part) for part in rows)
-    before = torch.tensor([rank * max(sizes) - sum(sizes[:rank]) for rank in range(ranks)])
-    padding = before.repeat_interleave(torch.tensor(sizes))  # by place
+    padding = torch.cat([row.new_full((n,), r * max(sizes) - sum(sizes[:r])) for r, n in enumerate(sizes)])  # by place
     padded = place_of_row + padding[place_of_row]
     return Shares(sizes, *(t.to(device) for t in (row_of_place, place_of_row, padded)))

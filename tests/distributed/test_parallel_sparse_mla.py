@@ -11,28 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from gloo_ranks import gloo_rank
-from torch import Tensor
+from parallel_layers import BATCH, HIDDEN, make_layer, normal, one_rank
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dsa_ext.distributed import collectives, parallelize
-from dsa_ext.distributed.shares import shares_of
+from dsa_ext.distributed.shares import _kept_shares_of, shares_of
 from dsa_ext.nn import SparseMLA
-
-HIDDEN, HEADS, BATCH = 48, 12, 2
-
-
-def make_layer(phase: Any = "sparse") -> SparseMLA:
-    torch.manual_seed(0)
-    indexer = {"heads": 16, "head_dim": 64, "precision": "bf16"}
-    sizes = {"q_lora_rank": 32, "nope_dim": 16, "v_dim": 24, "topk": 5}
-    return SparseMLA(HIDDEN, HEADS, **sizes, indexer=indexer, phase=phase, dtype=torch.float64)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def compare(layer: SparseMLA, parallel: Any, cp: Any, seq: int, phase: Any, packed: bool) -> None:
@@ -229,35 +216,12 @@ def test_errors() -> None:
         parallelize(make_layer(), "tp", tensor="tp")  # type: ignore[arg-type]
 
 
-def with_another_layer(rank: int, folder: str) -> None:
-    with gloo_rank(rank, 2, folder):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        layer = make_layer()
-        layer.topk += rank
-        message = f"the layers of the ranks differ; on this rank: 12 heads, topk {layer.topk}, "
-        with pytest.raises(ValueError, match=message):
-            parallelize(layer, mesh, context="cp")
-
-
-def test_ranks_with_different_layers(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(with_another_layer, (str(tmp_path),), nprocs=2)
-
-
-def one_rank(call: Any) -> None:
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        call(init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
-    finally:
-        dist.destroy_process_group()
-
-
 def in_other_modes(rank: int, folder: str) -> None:
     """The ids of other queries are refused; what is cached under inference_mode serves training; copies of a layer."""
     with gloo_rank(rank, 2, folder):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         layer = parallelize(make_layer(), mesh, tensor="tp")
-        shares_of.cache_clear()
+        _kept_shares_of.cache_clear()
         x = normal(BATCH, 24, HIDDEN)
         with torch.inference_mode():
             expected = layer(x)
@@ -278,17 +242,6 @@ def in_other_modes(rank: int, folder: str) -> None:
 
 def test_modes_copies_and_ids(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(in_other_modes, (str(tmp_path),), 2)
-
-
-@pytest.mark.parametrize("name", ["q_b_proj", "kv_b_proj", "o_proj"])
-def test_projections_with_hooks_are_refused(name: str) -> None:
-    def call(mesh: Any) -> None:
-        layer = make_layer()
-        getattr(layer, name).register_forward_hook(lambda module, args, result: result * 2)
-        with pytest.raises(ValueError, match=r"must be nn\.Linear without bias, adapters and hooks"):
-            parallelize(layer, mesh, tensor="tp")
-
-    one_rank(call)
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
