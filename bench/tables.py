@@ -106,7 +106,6 @@ COLUMNS: dict[str, Callable[[Case], str]] = {
     "time": lambda case: time(case["ms"]),
     "forward": given("forward_ms", time),
     "backward": given("backward_ms", time),
-    "collectives": given("collectives_ms", time),
     "glue": given("glue", "{:.1%}".format),
     "TFLOP/s": lambda case: f"{case['tflops']:.0f}" if case["tflops"] else "",
     "TB/s": given("tbps", "{:.2f}".format),
