@@ -254,10 +254,14 @@ def drawing(path: Path, width: float, axes: int = 1) -> Iterator[Any]:
 def grouped_bars(
     axis: Any, labels: Sequence[str], series: dict[str, Sequence[float]], *, number: str = "{:.0f}"
 ) -> None:
-    """Grouped bars: one group per label, one color per series, the value on top of each bar."""
+    """Grouped bars: one group per label, one color per series, the value on top of each bar. 0 stands for no bar."""
     width = 0.8 / len(series)
+
+    def text_of(value: float) -> str:
+        return number.format(value) if value else ""
+
     for place_in_group, ((name, values), colour) in enumerate(zip(series.items(), COLOURS, strict=False)):
         places = [place + (place_in_group - (len(series) - 1) / 2) * width for place in range(len(labels))]
-        axis.bar_label(axis.bar(places, values, width, label=name, color=colour), fmt=number, fontsize=8)
+        axis.bar_label(axis.bar(places, values, width, label=name, color=colour), fmt=text_of, fontsize=8)
     axis.set_xticks(range(len(labels)), labels)
     axis.legend(loc="lower right", fontsize=8)

@@ -101,16 +101,26 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     )
 
 
+def label(case: Case) -> str:
+    args = case["args"]
+    lines = [f"{args['B']}", f"x {args['N']}"]
+    lines += ["inv."] if args["batch_invariant"] else []
+    return "\n".join(lines if args["packed"] else [*lines, f"H={args['H']}"])
+
+
 def plot(cases: list[Case], path: Path) -> None:
-    """One panel per number of heads: the time of every batch."""
+    """One panel per number of heads: the time of every batch, and the peer's where it is known. `inv.` is
+    batch_invariant."""
     groups = list(dict.fromkeys(case["group"] for case in cases))
     with drawing(path, 4.5 * len(groups), len(groups)) as row:
         for axis, group in zip(row if len(groups) > 1 else [row], groups, strict=True):
             chosen = [case for case in cases if case["group"] == group]
-            labels = [case["name"].split("_", 1)[1].replace("_", "\n") for case in chosen]
-            grouped_bars(axis, labels, {"us": [case["ms"] * 1e3 for case in chosen]})
-            axis.set_title(group)
-            axis.set_ylabel("microseconds")
+            series = {"dsa_ext": [case["ms"] * 1e3 for case in chosen]}
+            if any(case["peer"] for case in chosen):
+                series["FlashMLA"] = [case["ms"] * 1e3 * (case["ratio"] or 0) for case in chosen]
+            grouped_bars(axis, [label(case) for case in chosen], series)
+            axis.set(title=f"{group}, B x N", ylabel="us")
+            axis.legend(loc="upper left", fontsize=8)
 
 
 if __name__ == "__main__":
