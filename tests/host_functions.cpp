@@ -12,6 +12,7 @@
 #include "ops/shared/listed_keys/config.h"
 #include "ops/shared/merged_lists/config.h"
 #include "ops/sparse_mla/sparse_mla_bwd/config.h"
+#include "ops/sparse_mla/sparse_mla_decode/divisor.h"
 #include "ops/sparse_mla/sparse_mla_decode/plan.h"
 #include "ops/sparse_mla/sparse_mla_fwd/config.h"
 #include "ops/sparse_mla/sparse_mla_fwd/plan.h"
@@ -66,6 +67,7 @@ PYBIND11_MODULE(host_functions, m) {
     const auto plan = dsa::sparse_mla_decode::make_plan(tokens, heads, topk, num_sms, is_packed, batch_invariant);
     return py::make_tuple(plan.block_heads, plan.splits);
   });
+  decode.def("quotient", [](uint32_t x, int divisor) { return dsa::sparse_mla_decode::Divisor(divisor).quotient(x); });
   decode.attr("head_blocks") =
       std::vector<int>(std::begin(dsa::sparse_mla_decode::kHeadBlocks), std::end(dsa::sparse_mla_decode::kHeadBlocks));
   decode.attr("max_splits") = dsa::sparse_mla_decode::kMaxSplits;

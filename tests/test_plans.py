@@ -140,6 +140,16 @@ def test_plans_of_decoding_fill_the_chip(host_functions: ModuleType, is_packed: 
         assert plan(256, heads, 2048, 132, is_packed, False) == (min(64, heads), 1)
 
 
+@given(
+    divisor=st.one_of(st.integers(1, 5000), st.integers(1, 2**31 - 1)),
+    quotient=st.integers(0, 2**31 - 1),
+    offset=st.integers(-2, 2),
+)
+def test_slots_are_divided_exactly(host_functions: ModuleType, divisor: int, quotient: int, offset: int) -> None:
+    x = min(max(quotient % ((2**31 - 1) // divisor + 1) * divisor + offset, 0), 2**31 - 1)
+    assert host_functions.sparse_mla_decode.quotient(x, divisor) == x // divisor
+
+
 def test_sanitized_calls_of_decoding_have_all_plans(host_functions: ModuleType) -> None:
     plan = host_functions.sparse_mla_decode.make_plan
     found = set()

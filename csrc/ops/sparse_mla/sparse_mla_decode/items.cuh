@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "divisor.h"
 #include "ops/sparse_mla/packed_keys.h"
 #include "params.h"
 #include "sm90/math.cuh"
@@ -21,18 +22,6 @@ using namespace dsa::tiles;
 inline constexpr int kValueColumns = 512;
 inline constexpr int kThreads = 384;  // two value warpgroups, one score warpgroup; each needs all 168 registers
 inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads
-
-// Division of an int that is not negative by a constant of the host, without the branch of FastDivmod for 1.
-struct Divisor {
-  explicit Divisor(int divisor) : divisor(divisor) {
-    while ((int64_t{1} << shift) < divisor) ++shift;
-    multiplier = static_cast<uint32_t>(ceil_div(int64_t{1} << (31 + shift), divisor));  // from 2^31 to 2^32 - 1
-  }
-  __device__ __forceinline__ uint32_t quotient(uint32_t x) const { return __umulhi(x << 1, multiplier) >> shift; }
-
-  uint32_t multiplier;
-  int divisor, shift = 0;
-};
 
 // Values derived from Params once, on the host.
 struct KernelParams : Params {
