@@ -79,8 +79,8 @@ def fp8_mqa_logits(
     """
     if not isinstance(kv, (tuple, list)) or len(kv) != 2 or not all(isinstance(part, Tensor) for part in kv):
         fail("fp8_mqa_logits", "kv", "two tensors, keys and their scales", kv)
-    if max_seqlen_k < 0:
-        fail("fp8_mqa_logits", "max_seqlen_k", "at least 0", max_seqlen_k)
+    if not isinstance(max_seqlen_k, (int, torch.SymInt)) or max_seqlen_k < 0:
+        fail("fp8_mqa_logits", "max_seqlen_k", "an integer from 0 on", max_seqlen_k)
     if max_seqlen_k and clean_logits:
         raise RuntimeError("fp8_mqa_logits: clean_logits must be False with max_seqlen_k, got True")
     bounds = (cu_seq_len_k_start, cu_seq_len_k_end)
@@ -98,8 +98,9 @@ def _from_first_key(
     q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, starts: Tensor, ends: Tensor, columns: int
 ) -> Tensor:
     """Rows of `columns` scores from the first key of each query on."""
-    if q.dim() != 3:
-        fail("fp8_mqa_logits", "q", "[S, Hi, Di]", q)
+    for name, tensor, dims, shape in (("q", q, 3, "[S, Hi, Di]"), ("kv[0]", kv[0], 2, "[S_kv, Di]")):
+        if tensor.dim() != dims:
+            fail("fp8_mqa_logits", name, shape, tensor)
     for name, tensor in (("weights", weights), ("cu_seq_len_k_start", starts), ("cu_seq_len_k_end", ends)):
         if tensor.shape[:1] != q.shape[:1]:
             fail("fp8_mqa_logits", name, f"as long as q, which has {q.shape[0]} rows", tensor)
@@ -121,11 +122,12 @@ def _from_first_key(
 def _fp8_alone(function: str, q: Any) -> Tensor:
     if isinstance(q, Tensor):
         return q
-    values, scale = q
-    if scale is not None:
+    if not isinstance(q, (tuple, list)) or len(q) != 2 or not isinstance(q[0], Tensor):
+        fail(function, "q", "a tensor, or (values, None)", q)
+    if q[1] is not None:
         _not_served(f"fp4 queries, a scale of q, in {function}")
-    tensor: Tensor = values
-    return tensor
+    values: Tensor = q[0]
+    return values
 
 
 def _of_dtype(function: str, logits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -190,6 +190,8 @@ def flash_mla_with_kvcache(
         out, lse = without_gradient(_decode, q, k_cache, indices, *options)
     except (AttributeError, IndexError, RuntimeError):
         check_tensors("flash_mla_with_kvcache", q=q, k_cache=k_cache, indices=indices)
+        if q.dim() != 4:
+            fail("flash_mla_with_kvcache", "q", "[B, N, H, D]", q)
         check_paged("flash_mla_with_kvcache", "k_cache", k_cache)
         raise
     return out, lse.transpose(1, 2)

@@ -90,7 +90,7 @@ def test_errors() -> None:
     for bad in (kv[0], (kv[0],), (kv[0], None)):
         with pytest.raises(RuntimeError, match="fp8_mqa_logits: kv must be two tensors, keys and their scales, got"):
             deep_gemm.fp8_mqa_logits(q, bad, *rest)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="fp8_mqa_logits: max_seqlen_k must be at least 0, got -1"):
+    with pytest.raises(RuntimeError, match="fp8_mqa_logits: max_seqlen_k must be an integer from 0 on, got -1"):
         deep_gemm.fp8_mqa_logits(q, kv, *rest, False, -1)
     with pytest.raises(RuntimeError, match="fp8_mqa_logits: cu_seq_len_k_end must be a tensor, got NoneType"):
         deep_gemm.fp8_mqa_logits(q, kv, *rest[:2], None)  # type: ignore[arg-type]
@@ -119,6 +119,13 @@ def test_errors_with_rows_from_their_first_key(rows: int | None, keys: int | Non
         deep_gemm.fp8_mqa_logits(q, kv, weights.double(), starts, ends, False, 5)
     with pytest.raises(RuntimeError, match="fp8_mqa_logits: q must be"):
         deep_gemm.fp8_mqa_logits(q[..., 0], kv, weights, starts, ends, False, 5)
+    with pytest.raises(RuntimeError, match=r"fp8_mqa_logits: kv\[0\] must be \[S_kv, Di\], got float8_e4m3fn \[\]"):
+        deep_gemm.fp8_mqa_logits(q, (torch.zeros((), dtype=FP8), kv[1]), weights, starts, ends, False, 5)
+    with pytest.raises(RuntimeError, match="fp8_mqa_logits: max_seqlen_k must be an integer from 0 on, got None"):
+        deep_gemm.fp8_mqa_logits(q, kv, weights, starts, ends, False, None)  # type: ignore[arg-type]
+    for bad in ((q,), (None, None), None):
+        with pytest.raises(RuntimeError, match=r"fp8_fp4_mqa_logits: q must be a tensor, or \(values, None\)"):
+            deep_gemm.fp8_fp4_mqa_logits(bad, kv, weights, starts, ends)  # type: ignore[arg-type]
 
 
 def test_results_have_no_gradient() -> None:

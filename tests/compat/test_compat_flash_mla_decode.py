@@ -167,3 +167,10 @@ def test_errors(options: dict[str, Any], text: str) -> None:
     args = {"q": q, "k_cache": cache, "block_table": None, "cache_seqlens": None, "indices": indices} | options
     with pytest.raises(RuntimeError, match=text):
         flash_mla.flash_mla_with_kvcache(**args)
+
+
+def test_queries_of_one_dimension_are_an_error() -> None:
+    q, cache, indices = decode_inputs()
+    lengths = torch.ones(len(q), dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"flash_mla_with_kvcache: q must be \[B, N, H, D\], got bfloat16 \["):
+        flash_mla.flash_mla_with_kvcache(q.flatten(), cache, None, None, indices=indices, topk_length=lengths)
