@@ -25,8 +25,8 @@ from dsa_ext.distributed.collectives import (
     summed,
 )
 from dsa_ext.distributed.shares import Order, shares_of
-from dsa_ext.nn.heads import WHOLE, excess_of
 from dsa_ext.nn.indexer import IndexerTensors
+from dsa_ext.nn.projections import WHOLE, excess_of
 from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput, _Rows
 from dsa_ext.ops._checks import describe
 

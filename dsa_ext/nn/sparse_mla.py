@@ -8,9 +8,10 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from dsa_ext import functional
 from dsa_ext.nn.absorbed import Absorbed, Rope, absorbed_attention, absorbed_queries
-from dsa_ext.nn.heads import is_plain, multiply_heads, weight_of
+from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.paged_cache import FP8, DecodeStep, PagedKVCache, PrefillStep
+from dsa_ext.nn.projections import plain_weight, weight_of
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
 from dsa_ext.ops._checks import describe, dtype_name
 from dsa_ext.ops._library import as_autocast
@@ -178,7 +179,7 @@ class SparseMLA(nn.Module):
             tensors = self.indexer(x.detach(), q_latent.detach(), rows.positions)
             if self.phase == "sparse":
                 ids = self.indexer.select(tensors, self.topk, rows.bounds)
-        out_weight = self.o_proj.weight if is_plain(self.o_proj) else None
+        out_weight = plain_weight(self.o_proj)
         out, loss = self._absorbed(
             self._heads(q_latent), self._keys(x, rows), self._kv_b(x), tensors, ids, rows, out_weight
         )
@@ -288,13 +289,12 @@ class SparseMLA(nn.Module):
                 keys, ids = ids, cache.ids_of_keys(ids)
         elif is_prefill:
             keys = cache.keys_of_ids(ids)
-        heads = as_autocast(self._heads(q_latent))
+        heads, kv_b = as_autocast(self._heads(q_latent)), self._kv_b(x)
         if keys is not None:
-            kv, out_weight = cache.gather(layer, heads.dtype), self.o_proj.weight if is_plain(self.o_proj) else None
-            kv, listed, kv_b = kv[None, :, None], keys[:, :, None], self._kv_b(x)
-            out = self._attend(heads, kv, kv_b, listed, rows, out_weight, distribution=False).out
+            kv, out_weight = cache.gather(layer, heads.dtype)[None, :, None], plain_weight(self.o_proj)
+            out = self._attend(heads, kv, kv_b, keys[:, :, None], rows, out_weight, distribution=False).out
             return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, None, ids)
-        key_weight, value_weight = self._weights(self._kv_b(x))
+        key_weight, value_weight = self._weights(kv_b)
         q = absorbed_queries(heads, key_weight, self._rope(heads, rows))
         options = {"sm_scale": self.sm_scale, "batch_invariant": cache.batch_invariant}
         latent, _ = functional.sparse_mla_decode(q, cache.kv(layer), ids, **options)

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dsa_ext.distributed import collectives, parallelize
 from dsa_ext.distributed.shares import _kept_shares_of, shares_of
 from dsa_ext.nn import SparseMLA, Yarn
-from dsa_ext.nn.heads import is_plain
+from dsa_ext.nn.projections import is_plain
 
 READ = ("q_b_proj", "kv_b_proj", "o_proj", "indexer.wq_b", "indexer.weights_proj")
 

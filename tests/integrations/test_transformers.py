@@ -249,6 +249,11 @@ def test_layers_that_do_not_fit() -> None:
         plain = model(ids).logits
         with integration.enable(model, strict=False):
             assert torch.equal(model(ids).logits, plain)
+    biased = make_model()
+    projection = biased.model.layers[0].self_attn.kv_b_proj
+    projection.bias = torch.nn.Parameter(torch.zeros(projection.out_features))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: kv_b_proj must have no bias, got one$"):
+        integration.enable(biased)
     mixed = make_model()
     odd = copy.copy(mixed.config)
     odd.attention_dropout = 0.5

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from dsa_ext import functional
 from dsa_ext.nn import absorbed
 from dsa_ext.nn.absorbed import Rope, absorbed_attention, absorbed_queries
-from dsa_ext.nn.heads import is_plain, multiply_heads
+from dsa_ext.nn.heads import multiply_heads
+from dsa_ext.nn.projections import is_plain
 
 BATCH, SEQ, HEADS, NOPE, LATENT, ROPE, V, SLOTS = 3, 11, 3, 8, 512, 64, 16, 6
 SCALE = 0.1

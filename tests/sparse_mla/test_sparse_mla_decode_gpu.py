@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode_gpu import OP, check, make_gpu, scales_of_any_size, with_scales
 from sparse_mla_gpu_inputs import DEVICE, Case, run_cases
 from streams import check_replays, check_script, written_late
 from torch import Tensor
@@ -15,34 +16,17 @@ from dsa_ext.reference.decode import used_slots
 from dsa_ext.testing.inputs import (
     INT32_MAX,
     INT32_MIN,
-    CacheInputs,
-    make_cache,
     poison_cache,
     spoil_indices,
     strided_cache,
     strided_copy,
 )
 from dsa_ext.testing.timing import host_us
-from dsa_ext.testing.tolerances import errors
 
 pytestmark = pytest.mark.gpu
 
-OP = torch.ops.dsa.sparse_mla_decode.default
 #: Microseconds of the host for one eager call.
 HOST_LIMIT = 14
-
-
-def make_gpu(*sizes: int, **options: Any) -> CacheInputs:
-    return make_cache(*sizes, device=DEVICE, **options)
-
-
-def check(q: Tensor, kv_cache: Tensor, indices: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    out, lse = OP(q, kv_cache, indices, **options)
-    assert out.is_contiguous()
-    assert lse.is_contiguous()
-    args = {"q": q, "kv_cache": kv_cache, "indices": indices, **options}
-    errors("sparse_mla_decode", (out, lse), args).check()
-    return out, lse
 
 
 def poisoned(kv_cache: Tensor, indices: Tensor, topk_length: Tensor | None = None) -> Tensor:
@@ -163,29 +147,12 @@ def test_large_scores(packed: bool) -> None:
             check(inputs.q.abs() * 8, cache, indices, sm_scale=1.0)
 
 
-def with_scales(cache: Tensor, scales: Tensor) -> Tensor:
-    """The packed cache with other scales, [slots, 4]."""
-    cache = cache.clone()
-    cache.view(-1, cache.shape[-1])[:, 512:528] = scales.contiguous().view(torch.uint8).view(-1, 16)
-    return cache
-
-
 def test_scales_of_any_size() -> None:
     """Scales that are no powers of two, negative, tiny, huge, zero, denormal, and different in every block."""
     inputs = make_gpu(4, 2, 8, 64, 48, 200)
-    slots = 8 * 64
     generator = torch.Generator(DEVICE).manual_seed(1)
-    spread = torch.rand(slots, 4, generator=generator, device=DEVICE)
-    cases = {
-        "ordinary": spread / 100,
-        "wide": torch.exp2(spread * 24 - 20),
-        "negative": (spread - 0.5) / 50,
-        "zero": torch.where(spread < 0.4, 0.0, spread / 100),
-        "tiny": spread * 1e-30,
-        "denormal": torch.where(spread < 0.5, spread * 1e-39, spread / 100),
-        "one huge": torch.where(spread == spread.amax(), 1e20, spread / 100),
-    }
-    for name, scales in cases.items():
+    spread = torch.rand(8 * 64, 4, generator=generator, device=DEVICE)
+    for name, scales in scales_of_any_size(spread).items():
         try:
             check(inputs.q, with_scales(inputs.kv_cache, scales), inputs.indices)
             check(inputs.q * 2.0**100, with_scales(inputs.kv_cache, scales * 2.0**-100), inputs.indices)

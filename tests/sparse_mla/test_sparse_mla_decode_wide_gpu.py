@@ -3,15 +3,13 @@
 With batch_invariant every item has up to 64 heads and all keys of a token. Otherwise small calls have other items.
 """
 
-from typing import Any
-
 import pytest
 import torch
+from decode_gpu import OP, check, make_gpu, scales_of_any_size, with_scales
 from sparse_mla_gpu_inputs import DEVICE
 from torch import Tensor
 
-from dsa_ext.testing.inputs import CacheInputs, make_cache, strided_cache, strided_copy
-from dsa_ext.testing.tolerances import errors
+from dsa_ext.testing.inputs import CacheInputs, strided_cache, strided_copy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,44 +17,18 @@ pytestmark = [
     pytest.mark.parametrize("d_qk", [576, 512]),
 ]
 
-OP = torch.ops.dsa.sparse_mla_decode.default
 BLOCKS, PAGE, TOPK, BATCH = 40, 16, 70, 300  # more tokens than SMs
 SLOT = 17  # that only every other token lists
 
 #: Bytes of a packed key, and what they are replaced by: NaN in e4m3, NaN and infinity as a scale.
 NOT_FINITE = [(100, [0x7F]), (511, [0xFF]), (512, [0, 0, 0xC0, 0x7F]), (524, [0, 0, 0x80, 0x7F])]
-#: Scales of the four groups of columns from uniform random numbers.
-SCALES: dict[str, Any] = {
-    "ordinary": lambda x: x / 100,
-    "of many magnitudes": lambda x: torch.exp2(x * 24 - 20),
-    "negative": lambda x: (x - 0.5) / 50,
-    "zero": lambda x: torch.where(x < 0.4, 0.0, x / 100),
-    "tiny": lambda x: x * 1e-30,
-    "denormal": lambda x: torch.where(x < 0.5, x * 1e-39, x / 100),
-    "huge": lambda x: torch.where(x == x.amax(), 1e20, x / 100),
-}
 
 
 def inputs_of(heads: int, d_qk: int, batch: int = BATCH) -> CacheInputs:
-    inputs = make_cache(batch, 1, BLOCKS, PAGE, heads, TOPK, d_qk, device=DEVICE)
+    inputs = make_gpu(batch, 1, BLOCKS, PAGE, heads, TOPK, d_qk)
     inputs.indices.masked_fill_(inputs.indices == SLOT, SLOT + 1)
     inputs.indices[1::2, 0, 5] = SLOT
     return inputs
-
-
-def with_bytes(cache: Tensor, slots: Any, first: int, values: Tensor) -> Tensor:
-    cache = cache.clone()
-    cache.view(-1, cache.shape[-1])[slots, first : first + values.shape[-1]] = values
-    return cache
-
-
-def with_scales(cache: Tensor, scales: Tensor) -> Tensor:
-    return with_bytes(cache, slice(None), 512, scales.contiguous().view(torch.uint8))
-
-
-def check(q: Tensor, kv_cache: Tensor, indices: Tensor, **options: Any) -> None:
-    args = {"q": q, "kv_cache": kv_cache, "indices": indices, **options}
-    errors("sparse_mla_decode", OP(**args), args).check()
 
 
 def same_bits(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
@@ -69,7 +41,8 @@ def test_values_that_are_not_finite_stay_with_their_tokens(heads: int, d_qk: int
     assert not clean[0].isnan().any()
     rope = [(600, [0xC0, 0x7F])] if d_qk == 576 else []  # NaN in bf16
     for first, values in NOT_FINITE + rope:
-        replaced = with_bytes(cache, SLOT, first, torch.tensor(values, dtype=torch.uint8, device=DEVICE))
+        replaced = cache.clone()
+        replaced.view(-1, cache.shape[-1])[SLOT, first : first + len(values)] = torch.tensor(values).to(replaced)
         out, lse = OP(q, replaced, ids, batch_invariant=True)
         assert out[1::2].isnan().all()
         assert lse[1::2].isnan().all()
@@ -80,8 +53,8 @@ def test_values_that_are_not_finite_stay_with_their_tokens(heads: int, d_qk: int
 def test_scales_of_any_size(heads: int, d_qk: int, batch_invariant: bool) -> None:
     q, cache, ids = vars(inputs_of(heads, d_qk, 3)).values()
     x = torch.rand(BLOCKS * PAGE, 4, device=DEVICE)
-    for scales_of in SCALES.values():
-        check(q, with_scales(cache, scales_of(x)), ids, batch_invariant=batch_invariant)
+    for scales in scales_of_any_size(x).values():
+        check(q, with_scales(cache, scales), ids, batch_invariant=batch_invariant)
     for magnitude in (2.0**60, 2.0**-60):
         scaled = (q.float() * magnitude).bfloat16()
         check(scaled, with_scales(cache, x / 100 / magnitude), ids, batch_invariant=batch_invariant)
@@ -102,7 +75,7 @@ def test_lengths(heads: int, d_qk: int) -> None:
     q, cache, ids = vars(inputs_of(heads, d_qk)).values()
     lengths = torch.arange(BATCH, device=DEVICE, dtype=torch.int32)[:, None] % (TOPK + 2) - 1
     check(q, cache, ids, topk_length=lengths, batch_invariant=True)
-    many = make_cache(2, 1, BLOCKS, 64, heads, 2048, d_qk, device=DEVICE)
+    many = make_gpu(2, 1, BLOCKS, 64, heads, 2048, d_qk)
     for pair in ((0, 1), (16, 17), (31, 33), (64, 65), (2047, 2048)):
         lengths = torch.tensor(pair, device=DEVICE, dtype=torch.int32)[:, None]
         for batch_invariant in (True, False):
@@ -112,7 +85,7 @@ def test_lengths(heads: int, d_qk: int) -> None:
 @pytest.mark.gpu_memory(12)
 def test_large_caches_and_pages(heads: int, d_qk: int) -> None:
     """Pages beyond 2^32 bytes, and one page of more than 2^20 slots."""
-    small = make_cache(40, 1, 10, 64, heads, 300, d_qk, device=DEVICE)
+    small = make_gpu(40, 1, 10, 64, heads, 300, d_qk)
     row = small.kv_cache.shape[-1]
     blocks = 2**33 // (64 * row) + 10
     cache = torch.zeros(blocks, 64, 1, row, dtype=torch.uint8, device=DEVICE)
@@ -124,7 +97,7 @@ def test_large_caches_and_pages(heads: int, d_qk: int) -> None:
 
 
 def test_several_streams_at_once(heads: int, d_qk: int) -> None:
-    small = make_cache(40, 1, 10, 64, heads, 300, d_qk, device=DEVICE)
+    small = make_gpu(40, 1, 10, 64, heads, 300, d_qk)
     expected = OP(**vars(small), batch_invariant=True)
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()

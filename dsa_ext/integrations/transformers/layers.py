@@ -17,8 +17,8 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttent
 from dsa_ext import functional
 from dsa_ext.integrations.transformers.masks import NAME, bounds_of
 from dsa_ext.nn.absorbed import Rope, absorbed_attention
-from dsa_ext.nn.heads import has_bias, is_plain, weight_of
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
+from dsa_ext.nn.projections import has_bias, plain_weight, weight_of
 from dsa_ext.nn.rotary import rotated
 from dsa_ext.ops._checks import describe, dtype_name
 from dsa_ext.ops.indexer import DIMS, HEADS, MAX_TOPK
@@ -91,7 +91,7 @@ def misfit(layer: Any) -> str | None:
         f"index_n_heads must be one of {HEADS}, got {c.index_n_heads}": c.index_n_heads in HEADS,
         f"index_head_dim must be one of {DIMS}, got {c.index_head_dim}": (c.index_head_dim in DIMS),
         f"index_topk must be at most {MAX_TOPK}, got {c.index_topk}": c.index_topk <= MAX_TOPK,
-        "kv_b_proj must have no bias": not has_bias(layer.kv_b_proj),
+        "kv_b_proj must have no bias, got one": not has_bias(layer.kv_b_proj),
         f"config.is_causal must be True, got {getattr(c, 'is_causal', True)}": getattr(c, "is_causal", True),
         f"weights must be bfloat16 (on the CPU also float32), got {dtype_name(dtype)}": dtype != torch.float16,
     }
@@ -184,7 +184,7 @@ def _attend(
     # The bounds also hold for ids that come from elsewhere.
     slots: Any = {"starts": bounds.starts, "ends": bounds.ends, "sm_scale": layer.scaling}
     rope = Rope(cos[:, :, None], sin[:, :, None], interleaved=True)
-    out_weight = layer.o_proj.weight if is_plain(layer.o_proj) else None
+    out_weight = plain_weight(layer.o_proj)
     out, _, p = absorbed_attention(
         heads, key_weight, value_weight, kv, listed, rope,
         out_weight=out_weight, deterministic=options.deterministic, distribution=trains and tensors is not None,
