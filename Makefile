@@ -22,7 +22,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 SANITIZER = $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 
-.PHONY: build demo test bench stale tables docs sanitize soak lint format wheel wheel-check clean
+.PHONY: build demo test test-gpu bench stale tables docs sanitize soak lint format wheel wheel-check clean
 
 build: $(STAMPS)/package
 
@@ -34,6 +34,12 @@ demo: build
 
 test: lint
 	$(PY) -m pytest
+
+# The tests that need a Hopper GPU, in several processes: about three minutes. Those that measure times come last, alone.
+PROCESSES ?= 8
+test-gpu: build
+	OMP_NUM_THREADS=2 $(PY) -m pytest -m "gpu and not timing" --numprocesses $(PROCESSES) --dist loadgroup
+	$(PY) -m pytest -m timing
 
 bench: build
 	for bench in bench/*/bench_*.py; do $(PY) -m $$(echo $${bench%.py} | tr / .) || exit 1; done

@@ -27,7 +27,11 @@ def _no_gpu_reason() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("gpu_memory"):
+                item.add_marker(pytest.mark.xdist_group("gpu_memory"))  # one after the other, in one process
     reason = _no_gpu_reason()
     if reason is None:
         return

@@ -105,6 +105,7 @@ def test_no_further_kernel(name: str) -> None:
     assert len(kernels(call)) == len(expected)
 
 
+@pytest.mark.timing
 @all_calls
 def test_host_time(name: str) -> None:
     call, operator = CALLS[name]()

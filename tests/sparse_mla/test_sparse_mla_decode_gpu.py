@@ -376,6 +376,7 @@ def test_errors_on_the_device() -> None:
         OP(inputs.q, inputs.kv_cache, inputs.indices, attn_sink=torch.zeros(16))
 
 
+@pytest.mark.timing
 def test_host_overhead() -> None:
     """One eager call costs the host at most 14 microseconds, or 3.5 times an elementwise operator on a slower host."""
     inputs = make_gpu(1, 1, 4, 64, 16, 64)

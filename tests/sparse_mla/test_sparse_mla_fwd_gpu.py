@@ -355,6 +355,7 @@ def test_empty_tensors(sizes: tuple[int, int, int]) -> None:
     assert lse.shape == (batch, seq, heads)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["inputs without grad", "inputs with grad, no_grad"])
 def test_host_overhead(needs_grad: bool) -> None:
     """One eager call costs the host at most 10 microseconds when no gradient is required, or 2.5 times that of an

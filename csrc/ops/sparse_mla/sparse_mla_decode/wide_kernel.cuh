@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_wide_kernel(con
   auto& shared = *reinterpret_cast<WideStorage<kColumns, kPaired>*>(shared_bytes_);
   const int warpgroup = cutlass::canonical_warp_group_idx();
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : shared.full) barrier_init(&barrier, kPaired ? 2 : 2 * kWarpgroupThreads);
+    for (uint64_t& barrier : shared.full) barrier_init(&barrier, 2 * kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_written) barrier_init(&barrier, kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_read) barrier_init(&barrier, 2 * kWarpgroupThreads);
     if constexpr (kPaired) {

@@ -36,12 +36,14 @@ struct PairLink {
   // The warpgroup has unpacked its part of the tile: the slot becomes full when that of the peer is there too. Sends
   // the part as soon as the peer's warpgroup has read what it still has in the slot.
   __device__ __forceinline__ void publish(unsigned tile) const {
-    fence_async_proxy();
-    sync_warpgroup<kBack ? kBackBarrier : kFrontBarrier>();
     const int thread = unsigned(thread_index()) % kWarpgroupThreads, warp = thread / kWarpThreads;
+    const int slot = tile % kTiles;
+    fence_async_proxy();
+    if (thread == 0) expect_bytes(&shared.full[slot], kBytes);
+    arrive(&shared.full[slot]);
+    sync_warpgroup<kBack ? kBackBarrier : kFrontBarrier>();
     if (cute::elect_one_sync()) {
-      const int slot = tile % kTiles, rank = cluster_rank(), peer = rank ^ 1;
-      if (warp == 0) arrive_and_expect(&shared.full[slot], kBytes);
+      const int rank = cluster_rank(), peer = rank ^ 1;
       wait(&shared.peer_free[kBack][slot], tile / kTiles % 2 ^ 1);
       const uint32_t full = remote_address(&shared.full[slot], peer);
       const auto send = [&](const void* from, int bytes) { bulk_send(remote_address(from, peer), from, bytes, full); };
