@@ -15,12 +15,12 @@ const char* launch_instance(const KernelParams& p, cudaStream_t stream) {
   static_assert(kBytes <= kMaxSharedBytes);
   int clusters = p.num_sms;
   if constexpr (kPaired) {
-    const char* error = count_clusters<kKernel>(p.device, kCtas, kThreads, kBytes, &clusters);
+    const char* error = count_clusters<kKernel>(p.device, kCtas, kWideThreads, kBytes, &clusters);
     if (error != nullptr) return error;
   }
   clusters = std::min(clusters, p.items / kCtas);
   const Grid grid(unsigned(clusters * kCtas), kCtas, /*programmatic=*/true);
-  return launch_kernel<kKernel>(p.device, grid, kThreads, kBytes, stream, p);
+  return launch_kernel<kKernel>(p.device, grid, kWideThreads, kBytes, stream, p);
 }
 
 template <int kColumns>

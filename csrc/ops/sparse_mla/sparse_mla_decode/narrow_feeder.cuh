@@ -15,9 +15,6 @@
 
 namespace dsa::sparse_mla_decode {
 
-// What is read in place of a key where there is none.
-static __device__ const uint4 g_zeros[packed_bytes(576) / 16] = {};
-
 template <int kColumns, int kHeads, bool kBack>
 struct NarrowFeeder {
   static constexpr int kKeys = 2, kKeyStep = kTileRows / kKeys;

@@ -4,11 +4,16 @@
 #include <cmath>
 #include <cstdint>
 
+#include "ops/sparse_mla/packed_keys.h"
 #include "sm90/register_rows.cuh"
 
 namespace dsa::sparse_mla_decode {
 
 using namespace dsa::sm90;
+using namespace dsa::sparse_mla;
+
+// What is read in place of a key where there is none.
+static __device__ const uint4 g_zeros[packed_bytes(576) / 16] = {};
 
 // A scale as a power of two and a factor from 1 to 2, or from -2 to -1. Scales that are denormal or 0 have a smaller
 // factor. A scale that is infinite or NaN has a factor of NaN: it makes all sums of columns of its block NaN.

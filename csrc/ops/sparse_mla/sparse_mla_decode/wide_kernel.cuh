@@ -40,12 +40,19 @@
 
 namespace dsa::sparse_mla_decode {
 
+// Two value warpgroups, one that scores, and one of which a single warp loads.
+inline constexpr int kWideThreads = 4 * kWarpgroupThreads;
+inline constexpr int kStartRegisters = 128, kValueRegisters = 168, kScoreRegisters = 144, kLoadRegisters = 24;
+static_assert((2 * kValueRegisters + kScoreRegisters + kLoadRegisters) * kWarpgroupThreads <= 65536);
+
 template <int kColumns, bool kPaired>
-__global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_wide_kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(kWideThreads, 1) sparse_mla_decode_wide_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_bytes_[];
   auto& shared = *reinterpret_cast<WideStorage<kColumns, kPaired>*>(shared_bytes_);
   const int warpgroup = cutlass::canonical_warp_group_idx();
   if (threadIdx.x == 0) {
+    for (uint64_t& barrier : shared.raw_full) barrier_init(&barrier, 1);
+    for (uint64_t& barrier : shared.raw_empty) barrier_init(&barrier, 2 * kWarpgroupThreads);
     for (uint64_t& barrier : shared.full) barrier_init(&barrier, 2 * kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_written) barrier_init(&barrier, kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_read) barrier_init(&barrier, 2 * kWarpgroupThreads);
@@ -64,11 +71,17 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_wide_kernel(con
   wait_for_preceding_kernel();
 
   if (warpgroup == 0) {
+    set_registers<kValueRegisters, kStartRegisters>();
     accumulate_wide<kColumns, kPaired, false>(shared, p);
   } else if (warpgroup == 1) {
+    set_registers<kValueRegisters, kStartRegisters>();
     accumulate_wide<kColumns, kPaired, true>(shared, p);
-  } else {
+  } else if (warpgroup == 2) {
+    set_registers<kScoreRegisters, kStartRegisters>();
     score_wide<kColumns>(shared, p);
+  } else {
+    set_registers<kLoadRegisters, kStartRegisters>();
+    if (threadIdx.x < kWideThreads - kWarpgroupThreads + kWarpThreads) load_raw_keys(shared, p);
   }
   if constexpr (kPaired) cute::cluster_sync();  // the peer may still arrive at barriers and read what it sends
 }

@@ -4,6 +4,9 @@
 #pragma once
 
 #include "sm90/math.cuh"
+#include "sm90/matrix_copy.cuh"
+#include "sm90/memory.cuh"
+#include "sm90/register_rows.cuh"
 #include "tiles/accumulators.cuh"
 #include "tiles/online_softmax.cuh"
 #include "tiles/softmax.cuh"
@@ -198,13 +201,13 @@ __device__ __forceinline__ void scale_and_hide(Scores& r_s, float scale_log2, co
   for (int i = 0; i < kLaneScores; ++i) r_s(i) *= scale_log2;
   uint32_t visible[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) visible[half] = *reinterpret_cast<const uint32_t*>(notes[half].visible);
+  for (int half = 0; half < 2; ++half) visible[half] = notes[half].visible;
   if ((visible[0] & visible[1]) == ~0u) return;
 #pragma unroll
   for (int i = 0; i < kLaneScores; ++i) {
     // Key i / 4 * 8 + lane % 4 * 2 + i % 2.
-    const uint32_t bits = visible[i / 8] >> (lane / 2 % 2 * 8 + lane % 2 * 2);
-    if (!(bits & 1u << (i / 4 % 2 * 16 + i % 2))) r_s(i) = -INFINITY;
+    const uint32_t bits = visible[i / 8] >> lane % 4 * 2;
+    if (!(bits & 1u << (i / 4 % 2 * 8 + i % 2))) r_s(i) = -INFINITY;
   }
 }
 

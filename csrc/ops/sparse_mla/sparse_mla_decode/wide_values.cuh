@@ -2,11 +2,10 @@
 // halves of the keys.
 #pragma once
 
-#include "feeder.cuh"
 #include "tiles/accumulators.cuh"
 #include "tiles/online_softmax.cuh"
+#include "wide_keys.cuh"
 #include "wide_pair.cuh"
-#include "wide_storage.cuh"
 
 namespace dsa::sparse_mla_decode {
 
@@ -39,24 +38,24 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
   WideValueMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
   Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kHalfColumns>>{});
-  Feeder<kColumns, kPaired, kBack> feeder(p, shared.raw, shared.places);
+  Unpacker<kColumns, kPaired, kBack> unpacker(shared);
   // The next raw keys become a tile: what is done before P is awaited, and what is done during P V. A CTA of a pair
   // unpacks and sends all of its keys first, since they have a longer way to go until the peer's tile is full: sent
   // during P V, they make a call 14 % slower.
   const auto fill_first = [&](unsigned tile) {
-    const int slot = tile % kTiles;
-    feeder.prepare(shared.notes[slot]);
-    feeder.unpack(0, shared_address(shared.tiles[slot]), shared.notes[slot]);
-    if constexpr (kPaired) PairLink<kColumns, kBack>{shared}.publish(tile);
+    unpacker.template unpack<0>(tile % kTiles);
+    if constexpr (kPaired) {
+      PairLink<kColumns, kBack>{shared}.publish(tile);
+      unpacker.release();
+    }
   };
   const auto fill_second = [&](unsigned tile) {
     if constexpr (!kPaired) {
-      const int slot = tile % kTiles;
-      feeder.unpack(1, shared_address(shared.tiles[slot]), shared.notes[slot]);
+      unpacker.template unpack<1>(tile % kTiles);
       fence_async_proxy();
-      arrive(&shared.full[slot]);
+      arrive(&shared.full[tile % kTiles]);
+      unpacker.release();
     }
-    feeder.finish();
   };
   const auto scale_rows = [&](float a, float b) {
 #pragma unroll
@@ -69,7 +68,7 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
     const unsigned thread = thread_index();
     return thread % kWarpgroupThreads / kWarpThreads * 16 + thread % kWarpThreads / 4;
   };
-  for (int i = 0; i < kTiles - 1 && feeder.has_keys(); ++i) fill_first(i), fill_second(i);
+  for (int i = 0; i < kTiles - 1 && unpacker.has_keys(); ++i) fill_first(i), fill_second(i);
   unsigned tile = 0;  // of all items
   int item;
   do {
@@ -77,7 +76,7 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
     do {
       // The slot of the tile before receives the tile after the next.
       const int slot = tile % kTiles, probs_slot = tile % kProbsStages;
-      const bool has_keys = feeder.has_keys();
+      const bool has_keys = unpacker.has_keys();
       if (has_keys) fill_first(tile + kTiles - 1);
       const int thread = unsigned(thread_index()) % kWarpgroupThreads, row = first_row();
       Tensor s_p = make_tensor(make_smem_ptr(shared.probs[probs_slot][kBack]),
