@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) sparse_mla_decode_wide_kernel
     for (uint64_t& barrier : shared.probs_read) barrier_init(&barrier, 2 * kWarpgroupThreads);
     if constexpr (kPaired) {
       for (uint64_t& barrier : shared.received) barrier_init(&barrier, 1);
-      for (int i = 0; i < 2 * kTiles; ++i) barrier_init(&shared.peer_free[0][0] + i, 1);
+      for (int i = 0; i < 2 * kTiles; ++i) barrier_init(&shared.peer_free[0][0] + i, kWarpsPerWarpgroup);
     }
     fence_barrier_init();
   }
@@ -70,12 +70,9 @@ __global__ void __launch_bounds__(kWideThreads, 1) sparse_mla_decode_wide_kernel
   launch_dependents();
   wait_for_preceding_kernel();
 
-  if (warpgroup == 0) {
+  if (warpgroup < 2) {
     set_registers<kValueRegisters, kStartRegisters>();
-    accumulate_wide<kColumns, kPaired, false>(shared, p);
-  } else if (warpgroup == 1) {
-    set_registers<kValueRegisters, kStartRegisters>();
-    accumulate_wide<kColumns, kPaired, true>(shared, p);
+    accumulate_wide(shared, p, warpgroup == 1);
   } else if (warpgroup == 2) {
     set_registers<kScoreRegisters, kStartRegisters>();
     score_wide<kColumns>(shared, p);

@@ -76,29 +76,31 @@ __device__ __forceinline__ void load_raw_keys(WideStorage<kColumns, kPaired>& sh
   }
 }
 
-// One value warpgroup's share of the keys of all items, a raw stage after the other.
-template <int kColumns, bool kPaired, bool kBack>
+// One value warpgroup's share of the keys of all items, a raw stage after the other. Which half is no template
+// parameter, so that both warpgroups run the same instructions: those of two would not fit in the instruction cache.
+template <int kColumns, bool kPaired>
 struct Unpacker {
-  static constexpr bool kTail = kBack && kColumns > kPackedColumns;
-  static constexpr int kFirstChunk = kBack ? 4 : 0, kTailChunk = 8, kChunkBytes = kWideKeys * kSwizzleRowBytes;
+  static constexpr bool kTail = kColumns > kPackedColumns;
+  static constexpr int kTailChunk = kPackedColumns / kChunkColumns, kChunkBytes = kWideKeys * kSwizzleRowBytes;
   static constexpr int kPitch = raw_pitch(kColumns);
 
   WideStorage<kColumns, kPaired>& shared;
+  const bool back;
   Ring<kRawStages> at;
   // Offsets of the thread's first key: in a raw stage, its 16 bytes, its scales, and its piece of the tail; in a tile,
   // its first piece and that of the tail; in a tile's notes, its first factor.
   uint32_t raw, raw_scales, raw_tail, piece, tail, factor;
 
-  __device__ __forceinline__ explicit Unpacker(WideStorage<kColumns, kPaired>& shared) : shared(shared) {
+  __device__ __forceinline__ Unpacker(WideStorage<kColumns, kPaired>& shared, bool back) : shared(shared), back(back) {
     const int t = thread(), q = t % 4, half = t / 8 % 2;
     const int raw_key = t / kWarpThreads * (rounds_of(kPaired) * kRoundKeys) + t / 16 % 2 * 2 + t / 4 % 2;
     const int k = first_own_key<kPaired>() + raw_key;
-    raw = raw_key * kPitch + kBack * kHalfColumns + (half * 4 + q) * kPieceBytes;
-    raw_scales = raw_key * kPitch + kPackedColumns + kBack * kHalfGroups * 4;
+    raw = raw_key * kPitch + back * kHalfColumns + (half * 4 + q) * kPieceBytes;
+    raw_scales = raw_key * kPitch + kPackedColumns + back * kHalfGroups * 4;
     raw_tail = raw_key * kPitch + kPackedColumns + kScaleBytes + (2 * q + half) * kPieceBytes;
-    piece = (kFirstChunk + half) * kChunkBytes + swizzled_offset(k, 2 * q);
+    piece = (back * kHalfChunks + half) * kChunkBytes + swizzled_offset(k, 2 * q);
     tail = kTailChunk * kChunkBytes + swizzled_offset(k, 2 * q + half);
-    factor = k / kHalfKeys * sizeof(KeyNotes) + place_of_factor(k, kBack * kHalfGroups);
+    factor = k / kHalfKeys * sizeof(KeyNotes) + place_of_factor(k, back * kHalfGroups);
   }
 
   static __device__ __forceinline__ int thread() { return unsigned(thread_index()) % kWarpgroupThreads; }
@@ -109,9 +111,10 @@ struct Unpacker {
     return !shared.raw[at.slot].is_end;
   }
 
-  // Unpacks the keys of round kRound to tile `slot`. The first round of the front half also says which are visible.
-  template <int kRound>
-  __device__ __forceinline__ void unpack(int slot) const {
+  // Unpacks the keys of round kRound to tile `slot`; `wait_for_slot` is called before it is written. The first round of
+  // the front half also says which keys are visible.
+  template <int kRound, class WaitForSlot>
+  __device__ __forceinline__ void unpack(int slot, WaitForSlot wait_for_slot) const {
     // Four rows further, the swizzle differs in one bit.
     const auto row = [](uint32_t offset) { return (offset ^ kRound * 4 * kPieceBytes) + kRound * 4 * kSwizzleRowBytes; };
     constexpr int kRoundFactors = kRound * (place_of_factor(kRoundKeys, 0) - place_of_factor(0, 0));
@@ -125,7 +128,8 @@ struct Unpacker {
     uint4 words[kHalfGroups], tail_words;
 #pragma unroll
     for (int g = 0; g < kHalfGroups; ++g) words[g] = load_shared_words(s_stage + raw + g * kScaleColumns);
-    if constexpr (kTail) tail_words = load_shared_words(s_stage + raw_tail);
+    if constexpr (kTail) tail_words = load_shared_words(s_stage + raw_tail);  // the front half does not use it
+    wait_for_slot();
 #pragma unroll
     for (int g = 0; g < kHalfGroups; ++g) {
       const SplitScale scale(g == 0 ? scales.x : scales.y);
@@ -136,9 +140,9 @@ struct Unpacker {
         store_shared(s_notes + factor + kRoundFactors + g * kHalfKeys * 4, scale.factor);
       }
     }
-    if constexpr (kTail) store_shared(s_tile + row(tail), tail_words);
-    if constexpr (!kBack && kRound == 0) {
-      if (thread() == 0) {
+    if (kTail && back) store_shared(s_tile + row(tail), tail_words);
+    if constexpr (kRound == 0) {
+      if (!back && thread() == 0) {
 #pragma unroll
         for (int half = 0; half < own_keys(kPaired) / kHalfKeys; ++half) {
           shared.notes[slot][first_own_key<kPaired>() / kHalfKeys + half].visible =

@@ -21,50 +21,52 @@ __device__ __forceinline__ void tell_peer(const uint64_t* barrier) {
 }
 
 // The keys of one value warpgroup on their way from CTA to CTA. `tile` counts those of all items.
-template <int kColumns, bool kBack>
+template <int kColumns>
 struct PairLink {
-  static constexpr bool kTail = kBack && kColumns > kPackedColumns;
+  static constexpr bool kTail = kColumns > kPackedColumns;
   static constexpr int kChunk = kWideKeys * kChunkColumns, kSentChunk = kHalfKeys * kChunkColumns;  // elements
   static constexpr int kSentChunkBytes = kSentChunk * int(sizeof(Bf16));
-  // The part of the notes that the warpgroup writes.
-  static constexpr int kNotesFrom = kBack ? place_of_factor(0, kHalfGroups) : 0;
-  static constexpr int kNotesBytes = (kBack ? int(sizeof(KeyNotes)) : place_of_factor(0, kHalfGroups)) - kNotesFrom;
-  static constexpr int kBytes = (kWarpsPerWarpgroup + kTail) * kSentChunkBytes + kNotesBytes;
-  static_assert(kHalfColumns == kWarpsPerWarpgroup * kChunkColumns, "a chunk for each warp");
-  static_assert(sizeof(KeyNotes) % 16 == 0 && kNotesFrom % 16 == 0 && kNotesBytes % 16 == 0);
+  // The part of the notes that the front warpgroup writes; the back one writes the rest.
+  static constexpr int kFrontNotes = place_of_factor(0, kHalfGroups), kBackNotes = int(sizeof(KeyNotes)) - kFrontNotes;
+  static_assert(kHalfChunks == kWarpsPerWarpgroup, "a chunk for each warp");
+  static_assert(kFrontNotes % 16 == 0 && kBackNotes % 16 == 0);
 
   WideStorage<kColumns, true>& shared;
+  const bool back;
+
+  // Before the warpgroup writes to the tile's slot again, here: the peer has what was sent from it.
+  __device__ __forceinline__ void wait_until_received(unsigned tile) const {
+    wait(&shared.received[tile % kTiles], tile / kTiles % 2 ^ 1);
+  }
 
   // The warpgroup has unpacked its part of the tile: the slot becomes full when that of the peer is there too. Sends
   // the part as soon as the peer's warpgroup has read what it still has in the slot.
   __device__ __forceinline__ void publish(unsigned tile) const {
     const int thread = unsigned(thread_index()) % kWarpgroupThreads, warp = thread / kWarpThreads;
-    const int slot = tile % kTiles;
+    const int slot = tile % kTiles, notes_bytes = back ? kBackNotes : kFrontNotes;
+    const bool tail = kTail && back;
     fence_async_proxy();
-    if (thread == 0) expect_bytes(&shared.full[slot], kBytes);
+    if (thread == 0) expect_bytes(&shared.full[slot], (kHalfChunks + tail) * kSentChunkBytes + notes_bytes);
     arrive(&shared.full[slot]);
-    sync_warpgroup<kBack ? kBackBarrier : kFrontBarrier>();
+    sync_warpgroup(value_barrier(back));
     if (cute::elect_one_sync()) {
       const int rank = cluster_rank(), peer = rank ^ 1;
-      wait(&shared.peer_free[kBack][slot], tile / kTiles % 2 ^ 1);
+      wait(&shared.peer_free[back][slot], tile / kTiles % 2 ^ 1);
       const uint32_t full = remote_address(&shared.full[slot], peer);
       const auto send = [&](const void* from, int bytes) { bulk_send(remote_address(from, peer), from, bytes, full); };
       const Bf16* rows = shared.tiles[slot] + rank * kSentChunk;
-      send(rows + (kBack * kWarpsPerWarpgroup + warp) * kChunk, kSentChunkBytes);
-      if (warp == 0) send(reinterpret_cast<const char*>(&shared.notes[slot][rank]) + kNotesFrom, kNotesBytes);
-      if (kTail && warp == 1) send(rows + kPackedColumns / kChunkColumns * kChunk, kSentChunkBytes);
+      send(rows + (back * kHalfChunks + warp) * kChunk, kSentChunkBytes);
+      if (warp == 0) {
+        send(reinterpret_cast<const char*>(&shared.notes[slot][rank]) + back * kFrontNotes, notes_bytes);
+      }
+      if (tail && warp == 1) send(rows + kPackedColumns / kChunkColumns * kChunk, kSentChunkBytes);
     }
     __syncwarp();
   }
 
-  // All warps have multiplied by the tile, and the peer has what was sent: its slot may be written again, here now, and
-  // by the peer as soon as it knows.
+  // This warp has multiplied by the tile: when all have, the peer may write to its slot.
   __device__ __forceinline__ void release(unsigned tile) const {
-    const bool speaks = unsigned(thread_index()) % kWarpgroupThreads == 0;
-    const int slot = tile % kTiles;
-    if (speaks) wait(&shared.received[slot], tile / kTiles % 2);
-    sync_warpgroup<kBack ? kBackBarrier : kFrontBarrier>();
-    if (speaks) tell_peer(&shared.peer_free[kBack][slot]);
+    if (cute::elect_one_sync()) tell_peer(&shared.peer_free[back][tile % kTiles]);
     __syncwarp();
   }
 };

@@ -13,6 +13,7 @@ inline constexpr int kWideKeys = 32, kHalfKeys = kWideKeys / 2;   // of a tile; 
 inline constexpr int kTiles = 3, kRawStages = 2, kProbsStages = 2;  // stages
 inline constexpr int kHalfColumns = kPackedColumns / 2;           // of a value warpgroup
 inline constexpr int kHalfGroups = kScaleGroups / 2;              // groups of columns with their own scales, of a half
+inline constexpr int kHalfChunks = kHalfColumns / kChunkColumns;   // chunks of 64 columns
 inline constexpr int kSharedQChunk = 4;                           // the first that registers do not hold
 inline constexpr int kPieceBytes = 16;                            // of a key, read at once
 

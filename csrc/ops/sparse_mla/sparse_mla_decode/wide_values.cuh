@@ -12,46 +12,54 @@ namespace dsa::sparse_mla_decode {
 // O [64 x 128] += P V. Half as many columns as the warpgroup has: each group has its own P.
 using WideValueMma = Tiled<cute::SM90_64x128x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::MN>>;
 
-template <bool kBack, class Output>
-__device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, const Output& r_o, int thread) {
+template <class Output>
+__device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, const Output& r_o, bool back) {
+  const int thread = unsigned(thread_index()) % kWarpgroupThreads;
   const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane / 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool exists = row + 8 * r < item.heads_left(p);
     const int64_t out_row = item.first_row(p) + row + 8 * r;
     if (p.plan.splits > 1) {
-      float* g_row = p.partial_out + (item.split * p.rows + out_row) * kPackedColumns + kBack * kHalfColumns;
+      float* g_row = p.partial_out + (item.split * p.rows + out_row) * kPackedColumns + back * kHalfColumns;
 #pragma unroll
       for (int i = 2 * r; i < cute::size(r_o); i += 4) {
         if (exists) *reinterpret_cast<float2*>(g_row + column_of_value(i, lane)) = {r_o(i), r_o(i + 1)};
       }
     } else {
-      Bf16* g_row = static_cast<Bf16*>(p.out) + out_row * kPackedColumns + kBack * kHalfColumns;
+      Bf16* g_row = static_cast<Bf16*>(p.out) + out_row * kPackedColumns + back * kHalfColumns;
       store_row<kHalfColumns>(reinterpret_cast<Piece*>(g_row), exists, r_o, r, lane);
     }
   }
 }
 
-template <int kColumns, bool kPaired, bool kBack>
-__device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& shared, const KernelParams& p) {
+// `back` is the same for a warpgroup.
+template <int kColumns, bool kPaired>
+__device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& shared, const KernelParams& p,
+                                                bool back) {
   using namespace cute;
   WideValueMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
   Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kHalfColumns>>{});
-  Unpacker<kColumns, kPaired, kBack> unpacker(shared);
+  Unpacker<kColumns, kPaired> unpacker(shared, back);
   // The next raw keys become a tile: what is done before P is awaited, and what is done during P V. A CTA of a pair
   // unpacks and sends all of its keys first, since they have a longer way to go until the peer's tile is full: sent
   // during P V, they make a call 14 % slower.
   const auto fill_first = [&](unsigned tile) {
-    unpacker.template unpack<0>(tile % kTiles);
+    unpacker.template unpack<0>(tile % kTiles, [&] {
+      if constexpr (kPaired) {
+        if (Unpacker<kColumns, kPaired>::thread() == 0) PairLink<kColumns>{shared, back}.wait_until_received(tile);
+      }
+      sync_warpgroup(value_barrier(back));  // all warps have multiplied by the tile before in this slot
+    });
     if constexpr (kPaired) {
-      PairLink<kColumns, kBack>{shared}.publish(tile);
+      PairLink<kColumns>{shared, back}.publish(tile);
       unpacker.release();
     }
   };
   const auto fill_second = [&](unsigned tile) {
     if constexpr (!kPaired) {
-      unpacker.template unpack<1>(tile % kTiles);
+      unpacker.template unpack<1>(tile % kTiles, [] {});
       fence_async_proxy();
       arrive(&shared.full[tile % kTiles]);
       unpacker.release();
@@ -79,9 +87,9 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
       const bool has_keys = unpacker.has_keys();
       if (has_keys) fill_first(tile + kTiles - 1);
       const int thread = unsigned(thread_index()) % kWarpgroupThreads, row = first_row();
-      Tensor s_p = make_tensor(make_smem_ptr(shared.probs[probs_slot][kBack]),
+      Tensor s_p = make_tensor(make_smem_ptr(shared.probs[probs_slot][back]),
                                HeadsByColumns<kWideHeads, kHalfGroups * kWideKeys>{});
-      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[slot] + kBack * kHalfColumns * kWideKeys),
+      Tensor s_v = make_tensor(make_smem_ptr(shared.tiles[slot] + back * kHalfColumns * kWideKeys),
                                ColumnsByHeads<kHalfColumns, kWideKeys>{});
       Tensor r_p = mma.get_slice(thread).partition_fragment_A(s_p);
       Tensor r_v = mma.get_slice(thread).partition_fragment_B(s_v);
@@ -106,14 +114,10 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
       warpgroup_fence_operand(r_o);
       if (item >= 0) scale_rows(shared.finish[probs_slot][first_row()], shared.finish[probs_slot][first_row() + 8]);
       arrive(&shared.probs_read[probs_slot]);
-      if constexpr (kPaired) {
-        PairLink<kColumns, kBack>{shared}.release(tile);
-      } else {
-        sync_warpgroup<kBack ? kBackBarrier : kFrontBarrier>();  // all warps have multiplied by the tile
-      }
+      if constexpr (kPaired) PairLink<kColumns>{shared, back}.release(tile);
       ++tile;
     } while (item < 0);
-    store_output<kBack>(p, Item(p, item), r_o, unsigned(thread_index()) % kWarpgroupThreads);
+    store_output(p, Item(p, item), r_o, back);
   } while (item + static_cast<int>(gridDim.x) < p.items);
 }
 
