@@ -23,7 +23,13 @@ from setuptools import setup
 sys.path.append(sysconfig.get_path("purelib"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    message = "dsa_ext: install PyTorch 2.11 or later first; the build uses the torch that is installed"
+    raise SystemExit(message) from None
 from find_cuda import ROOT, find_cuda_home, find_cutlass, nvcc_version
 from torch.utils import cpp_extension
 

@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).parent
 def _load() -> tuple[Path | None, str]:
     path = _PACKAGE / "_C.abi3.so"
     if not path.is_file():
-        return None, f"{path.name} was not built: the installation found no CUDA toolkit or no CUTLASS headers"
+        return None, f"{path.name} was not built: no CUDA toolkit or headers were found, or DSA_EXT_CUDA=0 was set"
     try:
         torch.ops.load_library(path)
     except Exception as error:  # a library built for another system must not keep the CPU implementation from working

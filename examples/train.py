@@ -248,7 +248,8 @@ def train(args: argparse.Namespace) -> tuple[Model, History]:
             history.seconds.append(time.perf_counter() - begin)
             history.phases.append(phase)
             if step % 20 == 0:
-                label = f"{phase}: language {history.language[-1]:.2f}, indexer {history.indexer[-1]:.3f}"
+                learned = "-" if indexer is None else f"{history.indexer[-1]:.3f}"
+                label = f"{phase}: language {history.language[-1]:.2f}, indexer {learned}"
             if args.rank == 0:
                 progress.step(label)
         if steps:

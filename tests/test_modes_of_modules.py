@@ -38,6 +38,19 @@ def test_modules_under_autocast(name: str, dtype: torch.dtype) -> None:
             assert parameter.grad.isfinite().all(), parameter_name
 
 
+@all_modules
+def test_modules_under_autocast_in_float16(name: str) -> None:
+    """An error that says what autocast must use, except where it casts nothing."""
+    module = make_module(name)
+    with torch.autocast("cpu", torch.float16):
+        if isinstance(module, FP8Linear):
+            results_of(module)
+            return
+        kind = type(module).__name__
+        with pytest.raises(RuntimeError, match=f"^{kind}: autocast must use bfloat16, got float16$"):
+            results_of(module)
+
+
 def test_a_cache_under_autocast() -> None:
     module = BlockSparseAttention(48, 2, head_dim=64)
     x = torch.randn(1, 128, 48)

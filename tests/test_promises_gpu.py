@@ -46,6 +46,8 @@ class Rows:
 
 
 ROWS = {
+    "sparse_mla_decode": Rows({"q": 0, "indices": 0}, 1, (0, 0), sizes={"heads": 128, "topk": 40}),
+    "indexer_logits_paged": Rows({"q": 0, "block_table": 0, "context_lens": 0}, 1, (0,), kept_of_last=2),
     "indexer_scores": Rows({"q": 0, "weights": 0, "indices": 0}, 30, (0,), sizes={"seq": 100, "s_kv": 900}),
     "indexer_loss": Rows({"scores": 0, "p": 0, "row_weights": 0}, 4, (0, 0), sizes={"slots": 2000}),
     "block_sparse_attn_fwd": Rows({"q": 2}, 64, (2, 2), sizes={"n_q": 300, "n_kv": 900}),

@@ -23,9 +23,15 @@ def without_gradient(op: Any, *args: Any) -> Any:
 
 
 def fail(function: str, name: str, expected: str, got: Any) -> NoReturn:
-    raise RuntimeError(
-        f"{function}: {name} must be {expected}, got {describe(got) if isinstance(got, Tensor) else got}"
-    )
+    raise RuntimeError(f"{function}: {name} must be {expected}, got {_shown(got)}")
+
+
+def _shown(value: Any) -> str:
+    """Tensors, also those in tuples and lists, by their dtype and sizes: their numbers may be on a GPU."""
+    if isinstance(value, (tuple, list)):
+        parts = ", ".join(map(_shown, value))
+        return f"({parts})" if isinstance(value, tuple) else f"[{parts}]"
+    return describe(value) if isinstance(value, Tensor) else str(value)
 
 
 def check_tensors(function: str, **tensors: Any) -> None:

@@ -50,6 +50,7 @@ def load(name: str, path: list[str]) -> None:
     if not is_theirs:
         sys.modules[name] = shim
         shim.__getattr__ = served.__getattr__  # type: ignore[method-assign]
+        shim.__all__ = served.__all__  # type: ignore[attr-defined]
     for function in served.__all__:
         if not (is_theirs and function in _THEIRS and hasattr(sys.modules[name], function)):
             setattr(sys.modules[name], function, getattr(served, function))

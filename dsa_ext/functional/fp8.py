@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.ops._checks import check_is_tensor, check_tensor, describe, fail
+from dsa_ext.ops._library import refuse_derivatives
 
 
 def act_quant(x: Tensor, block: int = 128, round_scale: bool = False) -> tuple[Tensor, Tensor]:
@@ -56,6 +57,7 @@ def prepare_weight(w: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor
     check_tensor("prepare_weight", "w", w, (torch.bfloat16, torch.float32), N=None, K=None)
     if w.shape[1] % reference.fp8.BLOCK != 0:
         fail("prepare_weight", f"w's columns must be a multiple of {reference.fp8.BLOCK}, got {describe(w)}")
+    refuse_derivatives("prepare_weight", (w,))
     return reference.prepare_weight(w.detach(), round_scale)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsa_ext.ops._checks import check_are_tensors, check_is_tensor, describe, dtype_name, fail
-from dsa_ext.ops._library import refuse_tangents
+from dsa_ext.ops._library import refuse_derivatives
 
 
 def indexer_logits(
@@ -218,7 +218,7 @@ def quantize_indexer(
         columns = x.shape[-1]
         if columns != q.shape[-1] or x.dtype != q.dtype:
             fail("quantize_indexer", f"k must be {dtype_name(q.dtype)} [..., {q.shape[-1]}] like q, got {describe(x)}")
-        refuse_tangents("quantize_indexer", (x,))
+        refuse_derivatives("quantize_indexer", (x,))
         if recipe == "ue8m0_hadamard":
             x = hadamard_transform(x)
         x = x.detach().float() if x.dtype == torch.float64 else x.detach()
@@ -335,7 +335,7 @@ def indexer_dense_loss(
         q, k, weights: the indexer's tensors [S, Hi, Di], [S_kv, Di] and [S, Hi], as for :func:`indexer_scores`.
         main_q, main_kv, lse: the attention's tensors [S, H, D], [S_kv, D] and [S, H], as for :func:`attn_dist`: D is
             576 or 512, H at most 128. lse is that of attention to all keys.
-        row_weights: factor on each query's loss [S], like lse.
+        row_weights: factor on each query's loss [S], like lse. A query of weight 0 may hold anything, NaN too.
         sm_scale: factor on main_q.main_kv, D**-0.5 by default.
         causal: query s sees the keys up to q_start + s; otherwise it sees all keys.
         q_start: position of the first query.

@@ -317,16 +317,16 @@ def sparse_mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """Sparse multi-query latent attention of a few new tokens per sequence over a paged cache.
 
-    For token n of sequence b and head h, over the valid slots i of its list, with key k_i in slot indices[b, n, i] of
-    the cache::
+    For token n of sequence b and head h, over the valid entries i of its list, with key k_i in cache slot
+    indices[b, n, i]::
 
         lse = log(sum_i exp(sm_scale * q.k_i))
         out = sum_i exp(sm_scale * q.k_i) * k_i[:d_v]  /  (exp(lse) + exp(attn_sink[h]))
 
-    The slot of position `offset` in page `block` is block * page + offset. An id that names no slot of the cache is
+    The cache slot of row `offset` in page `block` is block * page + offset. An id that names no cache slot is
     padding, at any place in the list, and so are the ids from topk_length[b, n] on. Nothing but the listed keys is
     read: all else in the cache may hold anything. A token without a key has out = 0 and lse = -inf. An id that is
-    listed twice counts twice. Slots from 2^31 on cannot be listed.
+    listed twice counts twice. Cache slots from 2^31 - 1 on cannot be listed.
 
     There is no causal mask: the list alone decides. :func:`indexer_topk_paged` with `return_slots` lists no key after
     the token itself, also with N > 1.
@@ -336,7 +336,7 @@ def sparse_mla_decode(
         kv_cache: latent keys of all sequences, in pages: [blocks, page, 1, D] like q, or packed by :func:`pack_kv_fp8`,
             uint8 [blocks, page, 1, 656 for D = 576, 528 for D = 512]. The first `d_v` columns of a key are its value.
             Pages may have any size.
-        indices: slots of the selected keys [B, N, K], int32, in any order.
+        indices: cache slots of the selected keys [B, N, K], int32, in any order.
         sm_scale: factor on q.k, from -2^127 to 2^127; D**-0.5 by default. Models with MLA need another one, that of
             their heads before absorption: (128 + 64)**-0.5 in DeepSeek-V3.2.
         d_v: head dimension of a value. (D, d_v) is (576, 512) or (512, 512).

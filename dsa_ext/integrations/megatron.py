@@ -71,7 +71,7 @@ def run_fused_qk_topk(
         block_size: not used.
         layout: Megatron's arguments on packed sequences under context parallelism. Keys must be those of all ranks.
     """
-    tensors = _indexer_tensors(q, k, weights, index_topk, use_relu, layout)
+    tensors = _indexer_tensors(q, k, weights, index_topk, (starts, ends), use_relu, layout)
     return None if tensors is None else (_select(tensors, index_topk, starts, ends), None)
 
 
@@ -104,7 +104,7 @@ def run_fused_qk_topk_with_loss(
         query_valid_rows: rows that count [B, S], bool.
         calculate_per_token_loss: return the sum over rows, not the mean.
     """
-    tensors = _indexer_tensors(q, k, weights, index_topk, use_relu, layout)
+    tensors = _indexer_tensors(q, k, weights, index_topk, (starts, ends), use_relu, layout)
     if tensors is None or not _is_absorbed(query, key):
         return None
     ids = _select(tensors, index_topk, starts, ends)
@@ -130,10 +130,10 @@ def run_fused_absorbed_sparse_attention(
         v_channels: columns of a key that are its value; 512.
         topk_length: number of leading ids in use [B, S].
     """
-    if not _is_absorbed(query, key) or v_channels != VALUE_COLUMNS:
+    if not _is_absorbed(query, key) or v_channels != VALUE_COLUMNS or topk_indices.shape[-1] == 0:
         return None
-    length = None if topk_length is None else topk_length.int()
-    ids = topk_indices.int()[:, :, None]
+    length = None if topk_length is None else _int32(topk_length)
+    ids = _int32(topk_indices)[:, :, None]
     options: Any = {"causal": False, "sm_scale": softmax_scale, "topk_length": length}
     out: Tensor = functional.sparse_mla(query.transpose(0, 1), key.transpose(0, 1), ids, **options)
     return out.transpose(0, 1)
@@ -177,13 +177,12 @@ def run_fused_dsa_attention(
             run_fused_qk_topk_with_loss.
         config, layout: not used, except Megatron's arguments on packed sequences.
     """
-    tensors = _indexer_tensors(q_indexer, k_indexer, indexer_weights, indexer_topk, use_relu, layout)
+    bounds = varlen_starts, varlen_ends
+    tensors = _indexer_tensors(q_indexer, k_indexer, indexer_weights, indexer_topk, bounds, use_relu, layout)
     is_supported = absorbed_mla and value is None and key_positions is None and _is_absorbed(query, key)
     if tensors is None or not is_supported or up_v_weight is None or up_v_weight.shape[-1] != VALUE_COLUMNS:
         return None
-    if varlen_starts is None or varlen_ends is None:
-        return None
-    ids = _select(tensors, indexer_topk, varlen_starts, varlen_ends)
+    ids = _select(tensors, indexer_topk, *bounds)
     batched = query.transpose(0, 1), key.transpose(0, 1)
     latent, lse = functional.sparse_mla(
         *batched, ids[:, :, None], causal=False, sm_scale=softmax_scale, return_lse=True
@@ -196,8 +195,8 @@ def run_fused_dsa_attention(
     if sparse_loss:
         return out, loss_coeff * losses.of_selected(tensors, attention, ids, lse.detach())
     all_selected = indexer_topk >= key.shape[0]  # so lse is that of all keys
-    bounds = _bounds_of(tensors, varlen_starts, varlen_ends)
-    return out, loss_coeff * losses.of_all(tensors, attention, bounds, lse.detach() if all_selected else None)
+    lse_of_all = lse.detach() if all_selected else None
+    return out, loss_coeff * losses.of_all(tensors, attention, _bounds_of(tensors, *bounds), lse_of_all)
 
 
 @dataclass(frozen=True)
@@ -234,6 +233,8 @@ class _Losses:
     is_sum: bool
 
     def of_selected(self, tensors: IndexerTensors, attention: _Attention, ids: Tensor, lse: Tensor) -> Tensor:
+        if self.valid_rows is not None:  # rows that do not count list no keys, so that NaN in them reaches nothing
+            ids = torch.where(self.valid_rows[..., None], ids, -1)
         options: Any = {"causal": False, "sm_scale": attention.sm_scale}
         target = functional.attn_dist(attention.q, attention.kv, ids[:, :, None], lse, **options)[:, :, 0]
         if self.group is not None:
@@ -270,6 +271,7 @@ class _DenseLossOfGroup(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         q, k, weights, main_q, main_kv, lse, row_weights, starts, ends, sm_scale, group = args
         every = torch.arange(len(k), device=q.device, dtype=torch.int32)
+        ends = torch.where(row_weights == 0, starts, ends)  # as indexer_dense_loss does
         loss: Tensor = lse.new_zeros(())
         dq, dweights = torch.empty_like(q), torch.empty_like(weights)
         dk = torch.zeros_like(k, dtype=lse.dtype)
@@ -302,7 +304,13 @@ def _group_of(pg_collection: Any) -> Any:
 
 
 def _indexer_tensors(
-    q: Tensor, k: Tensor, weights: Tensor, index_topk: int, use_relu: bool, layout: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: int,
+    bounds: tuple[Tensor | None, Tensor | None],
+    use_relu: bool,
+    layout: dict[str, Any],
 ) -> IndexerTensors | None:
     """The tensors with the batch first. None if the operators do not take them."""
     holds_own_keys_only = (
@@ -312,16 +320,19 @@ def _indexer_tensors(
     )
     fits = (
         use_relu
+        and all(bound is not None for bound in bounds)
+        and (q.dim(), k.dim()) == (4, 3)
         and q.dtype == k.dtype
         and q.dtype in (torch.bfloat16, *([] if q.is_cuda else [torch.float32, torch.float64]))
         and q.shape[2] in HEADS
         and q.shape[3] in DIMS
+        and (weights.dtype != torch.float64 or q.dtype == torch.float64)
         and 1 <= min(index_topk, k.shape[0]) <= MAX_TOPK
         and not holds_own_keys_only
     )
     if not fits:
         return None
-    weights = weights if weights.dtype == torch.float64 else weights.float()
+    weights = weights.double() if q.dtype == torch.float64 else weights.float()
     return IndexerTensors(*(t.transpose(0, 1) for t in (q, k, weights)))
 
 
@@ -339,11 +350,17 @@ def _is_absorbed(query: Tensor, key: Tensor) -> bool:
     )
 
 
-def _select(tensors: IndexerTensors, index_topk: int, starts: Tensor, ends: Tensor) -> Tensor:
+def _select(tensors: IndexerTensors, index_topk: int, starts: Any, ends: Any) -> Tensor:
     return select_keys(tensors, *_bounds_of(tensors, starts, ends), min(index_topk, tensors.k.shape[1]), "bf16")
 
 
-def _bounds_of(tensors: IndexerTensors, starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def _bounds_of(tensors: IndexerTensors, starts: Any, ends: Any) -> tuple[Tensor, Tensor]:
     """int32 [B, S]"""
     batch, seq = tensors.q.shape[:2]
-    return starts.int().expand(batch, seq), ends.int().expand(batch, seq)
+    return _int32(starts).expand(batch, seq), _int32(ends).expand(batch, seq)
+
+
+def _int32(numbers: Tensor) -> Tensor:
+    """Ids, bounds or lengths as int32: one that is too large becomes the largest, and a negative one -1. Plain
+    narrowing would wrap them to small numbers."""
+    return numbers if numbers.dtype == torch.int32 else numbers.long().clamp(-1, 2**31 - 1).int()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
+from dsa_ext.ops._library import check_autocast, refuse_cache_in_transforms
 
 BLOCK = 64  # tokens
 #: Initial bias of the gate: sigmoid(2) = 0.88, about 7 parts of fine attention to 1 of coarse.
@@ -203,6 +204,7 @@ class BlockSparseAttention(nn.Module):
         Returns:
             [B, N, hidden_size]
         """
+        check_autocast("BlockSparseAttention", x)
         length = x.shape[1]
         if kv_block_size is not None and not isinstance(kv_block_size, BlockSizes):
             got = type(kv_block_size).__name__
@@ -217,6 +219,8 @@ class BlockSparseAttention(nn.Module):
             raise ValueError("BlockSparseAttention: a cache has no gradients, call under torch.no_grad()")
         if cache is not None and length % BLOCK != 0:
             raise ValueError(f"BlockSparseAttention: new tokens must be whole blocks of {BLOCK}, got {length}")
+        if cache is not None:
+            refuse_cache_in_transforms("BlockSparseAttention")
         x, sizes = _whole_blocks(x, kv_block_size)
         q, k, v = (_heads(proj(x), self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         gate = self.gate_proj(x).mT

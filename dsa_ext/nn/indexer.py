@@ -8,14 +8,21 @@ from torch import Tensor, nn
 from dsa_ext import functional
 from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
 from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn
+from dsa_ext.ops._library import check_autocast
 
 
 class IndexerTensors(NamedTuple):
-    """The indexer's queries, keys and head weights for B sequences of S tokens."""
+    """The indexer's queries, keys and head weights for B sequences of S tokens.
 
-    q: Tensor  # [B, S, Hi, Di]
-    k: Tensor  # [B, S, Di]
-    weights: Tensor  # [B, S, Hi], fp32 (float64 for float64)
+    Attributes:
+        q: queries [B, S, Hi, Di], in the dtype of the layer.
+        k: keys [B, S, Di], in the dtype of the layer.
+        weights: weight of each head [B, S, Hi], fp32 (float64 for float64), with the factor (Di * Hi)**-0.5.
+    """
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
 
 
 class LightningIndexer(nn.Module):
@@ -86,6 +93,7 @@ class LightningIndexer(nn.Module):
     def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor | PlacedRows | None = None) -> IndexerTensors:
         """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and positions for RoPE [S] or [B, S], 0 to S - 1 by
         default."""
+        check_autocast("LightningIndexer", x)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         q, weights = self.queries(x, q_latent, positions)
@@ -168,17 +176,20 @@ def select_keys(
     tensors: IndexerTensors, starts: Tensor, ends: Tensor, topk: int, precision: Literal["fp8", "bf16"]
 ) -> Tensor:
     """Ids of the `topk` keys with the highest scores among those within the bounds, which are int32 [B, S], of each
-    sequence: [B, S, topk], int32, ascending, then -1. The number of keys T may differ from that of queries."""
+    sequence: [B, S, topk], int32, ascending, then -1. The number of keys T may differ from that of queries.
+
+    A query of which all scores are NaN gets the last of its keys, so that the NaN reaches its results and its loss.
+    """
     batch, seq_kv = tensors.k.shape[:2]
     selected, scales = as_selected(tensors, precision)
     q, k, weights = (t.flatten(0, 1) for t in selected)
     k_scale = None if scales is None else scales.flatten()
-    if batch > 1:
-        first = _first_keys(tensors)
-        # A bound outside of the sequence would be a key of another.
-        starts, ends = starts.clamp(0, seq_kv) + first, ends.clamp(0, seq_kv) + first
+    first = _first_keys(tensors)
+    # A bound outside of the sequence would be a key of another.
+    starts, ends = starts.clamp(0, seq_kv) + first, ends.clamp(0, seq_kv) + first
     ids, _ = functional.indexer_topk(q, k, weights, starts.flatten(), ends.flatten(), topk, k_scale=k_scale)
     ids = ids.view(*tensors.q.shape[:2], topk)
+    ids[..., 0] = torch.where((ids[..., 0] < 0) & (starts < ends), ends - 1, ids[..., 0])
     return torch.where(ids >= 0, ids - first[..., None], -1) if batch > 1 else ids
 
 

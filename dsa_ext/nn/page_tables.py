@@ -16,8 +16,8 @@ class CacheFullError(RuntimeError):
 class PageTables:
     """Pages of sequences, their lengths, and the list of free pages.
 
-    A sequence is named by an int that is never given to another. `tables` [max_sequences + 1, pages], int32 on the CPU,
-    has the pages of a sequence in the order of its tokens, and -1 where there is none; its last row stays empty.
+    The number of a sequence is an int that is never given to another. `tables` [max_sequences + 1, pages], int32 on the
+    CPU, has the pages of a sequence in the order of its tokens, and -1 where there is none; its last row stays empty.
     """
 
     def __init__(self, num_blocks: int, max_sequences: int, max_length: int, page_size: int) -> None:
@@ -95,6 +95,8 @@ class PageTables:
         if not isinstance(pages, Iterable):
             _fail(f"pages must be a list of int, got {pages!r}")
         pages = list(pages)
+        if pages and not full:
+            _fail(f"sequence {sequence} has no full pages, and only full ones can be evicted, got {pages}")
         if not all(type(page) is int and 0 <= page < full for page in pages):
             _fail(f"pages must be from 0 to {full - 1}, the full pages of sequence {sequence}, got {pages}")
         for page in pages:

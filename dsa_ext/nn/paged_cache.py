@@ -1,7 +1,7 @@
 """A paged cache of latent keys and of the indexer's keys, for decoding."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from torch import Tensor
 from dsa_ext import functional
 from dsa_ext.nn.page_tables import PageTables
 from dsa_ext.nn.rotary import PlacedRows
+from dsa_ext.nn.tuples import DecodeStep as DecodeStep
+from dsa_ext.nn.tuples import PrefillStep as PrefillStep
 from dsa_ext.ops._checks import describe, dtype_name
 from dsa_ext.ops.indexer import DIMS
 from dsa_ext.ops.sparse_mla import WIDTHS
@@ -18,30 +20,7 @@ FP8 = torch.float8_e4m3fn
 #: Most tokens of each sequence in one step of decoding.
 MAX_TOKENS = 6
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-
-
-class DecodeStep(NamedTuple):
-    """Where the tokens of B sequences stand, N of each: views of memory that the cache keeps, the same at every step of
-    equal B and N."""
-
-    positions: Tensor  # in their sequences, int64 [B, N]
-    blocks: Tensor  # pages of the tokens, int64 [B * N]
-    offsets: Tensor  # rows in these, int64 [B * N]
-    context_lens: Tensor  # tokens of each sequence, these included, int32 [B]
-    block_table: Tensor  # pages of each sequence, -1 where there is none, int32 [B, pages]
-
-
-class PrefillStep(NamedTuple):
-    """Where T tokens of packed sequences stand, and the keys of these sequences, one after the other."""
-
-    positions: Tensor  # in their sequences, int64 [1, T]
-    blocks: Tensor  # pages of the tokens, int64 [T]
-    offsets: Tensor  # rows in these, int64 [T]
-    key_blocks: Tensor  # the same of the keys, which include the tokens, int64 [T_kv]
-    key_offsets: Tensor
-    first_keys: Tensor  # number of the key in the first row of each page; negative for pages of others: int32 [pages]
-    starts: Tensor  # the first key that a token sees, int32 [1, T]
-    ends: Tensor  # one past the last, int32 [1, T]
+_OTHER_DTYPE = " (autocast changes the dtype of keys: make_cache and the layer must be called under the same autocast)"
 
 
 class PagedKVCache:
@@ -98,7 +77,7 @@ class PagedKVCache:
     ) -> None:
         numbers = {"layers": layers, "num_blocks": num_blocks, "max_sequences": max_sequences}
         for name, number in {**numbers, "max_length": max_length, "page_size": page_size}.items():
-            if not isinstance(number, int) or number < 1:
+            if type(number) is not int or number < 1:
                 _fail(f"{name} must be a positive int, got {number!r}")
         if (num_blocks + 1) * page_size >= 2**31:
             _fail(f"num_blocks and page_size must have a product below 2^31, got {num_blocks} and {page_size}")
@@ -158,6 +137,7 @@ class PagedKVCache:
 
     @property
     def sequences(self) -> list[int]:
+        """The numbers of the sequences, in the order in which they were added."""
         return list(self._tables.lengths)
 
     def length(self, sequence: int) -> int:
@@ -171,7 +151,7 @@ class PagedKVCache:
         return pages
 
     def add(self) -> int:
-        """Adds a sequence without tokens, and returns its name.
+        """Adds a sequence without tokens, and returns its number.
 
         Raises:
             CacheFullError: the cache holds max_sequences already.
@@ -184,7 +164,12 @@ class PagedKVCache:
         self._step = None
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Keeps the first `length` tokens: the others were rejected, for example by speculative decoding."""
+        """Keeps the first `length` tokens: the others were rejected, for example by speculative decoding.
+
+        Args:
+            sequence: number of the sequence.
+            length: number of tokens to keep. The last of them must not be in a page that was evicted.
+        """
         self._tables.truncate(sequence, length)
         self._step = None
 
@@ -193,7 +178,7 @@ class PagedKVCache:
         remain.
 
         Args:
-            sequence: name of the sequence.
+            sequence: number of the sequence.
             pages: indices into :meth:`blocks`. Page i holds the tokens from i * page_size on; only full ones.
         """
         self._tables.evict(sequence, pages)
@@ -215,7 +200,7 @@ class PagedKVCache:
         self._step = None
         self._tables.extend(sequences, tokens)
         page = self.page_size
-        first_keys = torch.full((self.num_blocks + 1,), -page, dtype=torch.int32, device="cpu")
+        first_keys, filled = of_pages = torch.zeros(2, self.num_blocks + 1, dtype=torch.int32, device="cpu")
         places: list[tuple[Tensor, ...]] = []
         first = 0  # key of the sequence
         for sequence, count in zip(sequences, tokens, strict=True):
@@ -224,6 +209,8 @@ class PagedKVCache:
             kept = table[table >= 0]
             keys = len(kept) * page - -length % page  # only the last page may be partly filled
             first_keys[kept] = torch.arange(first, first + len(kept) * page, page, dtype=torch.int32, device="cpu")
+            filled[kept] = page
+            filled[kept[-1]] -= -length % page
             rows = torch.arange(keys, device="cpu")
             ends = torch.arange(first + keys - count + 1, first + keys + 1, dtype=torch.int32, device="cpu")
             places.append(
@@ -240,9 +227,10 @@ class PagedKVCache:
         positions, blocks, key_blocks, key_offsets, starts, ends = (
             self._uploaded_copy(torch.cat(parts)) for parts in zip(*places, strict=True)
         )
+        first_keys, filled = self._uploaded_copy(of_pages)
         self._step = PrefillStep(
             positions[None], blocks, positions % page, key_blocks, key_offsets,
-            self._uploaded_copy(first_keys), starts[None], ends[None],
+            first_keys, filled, starts[None], ends[None],
         )  # fmt: skip
 
     def decode(self, sequences: Sequence[int | None], tokens: int = 1) -> None:
@@ -292,7 +280,8 @@ class PagedKVCache:
         return self._kv[self._layer(layer)][:-1]
 
     def index_keys(self, layer: int) -> Tensor:
-        """Pages of the indexer's keys, as indexer_topk_paged takes them."""
+        """Pages of the indexer's keys, as indexer_topk_paged takes them: [pages, page_size, index_columns], or uint8
+        [pages, page_size, index_columns + 4] if they are in fp8."""
         return self._index[self._layer(layer)][:-1]
 
     def write(self, layer: int, kv: Tensor) -> None:
@@ -316,15 +305,17 @@ class PagedKVCache:
             _write(scales, self.step, self._rows("k_scale", k_scale[..., None], 1, torch.float32))
 
     def gather(self, layer: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The latent keys of a step of prefill [T_kv, columns], in the order of its `key_blocks`: those of a cache in
-        fp8 in `dtype`, all others as they are."""
+        """The latent keys of a step of prefill [T_kv, columns]: those of its sequences, one sequence after the other,
+        each in the order of its tokens and without evicted ones. Those of a cache in fp8 are unpacked to `dtype`, all
+        others are returned as they are."""
         rows = _gather(self._kv[self._layer(layer)][:, :, 0], self._prefill_step())
         if self.dtype != FP8:
             return rows
         return unpack_kv_fp8(rows).to(dtype)
 
     def gather_index(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """The indexer's keys of a step of prefill [T_kv, index_columns], and the scales of keys in fp8 [T_kv]."""
+        """The indexer's keys of a step of prefill [T_kv, index_columns], in the order of :meth:`gather`, and the scales
+        of keys in fp8, fp32 [T_kv], or None."""
         keys, scales = self._index_views(layer)
         rows = _gather(keys, self._prefill_step()).view(self.index_dtype)
         return rows, None if scales is None else _gather(scales, self._prefill_step())[:, 0]
@@ -338,9 +329,9 @@ class PagedKVCache:
     def keys_of_ids(self, ids: Tensor) -> Tensor:
         """The inverse of :meth:`ids_of_keys`; negative for other slots. int32."""
         block = ids // self.page_size
-        valid = (ids >= 0) & (block < self.num_blocks)
-        first = self._prefill_step().first_keys[torch.where(valid, block, self.num_blocks)]
-        return first + ids % self.page_size
+        page = torch.where((ids >= 0) & (block < self.num_blocks), block, self.num_blocks)
+        step, row = self._prefill_step(), ids % self.page_size
+        return torch.where(row < step.filled[page], step.first_keys[page] + row, -1)
 
     def positions_of(self, ids: Tensor) -> Tensor:
         """Positions, in their own sequences, of the tokens in these cache slots, such as the ids that a layer selected:
@@ -358,14 +349,17 @@ class PagedKVCache:
         return self.step
 
     def _layer(self, layer: int) -> int:
-        if layer not in range(self.layers):
+        if type(layer) is not int or layer not in range(self.layers):
             _fail(f"layer must be from 0 to {self.layers - 1}, got {layer!r}")
         return layer
 
     def _rows(self, name: str, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         tokens = len(self.step.blocks)
-        if rows.dtype != dtype or rows.shape[-1] != columns or rows.numel() != tokens * columns:
-            _fail(f"{name} must be {dtype_name(dtype)} [{tokens} tokens, {columns}], got {describe(rows)}")
+        is_rows = isinstance(rows, Tensor) and rows.shape[-1:] == (columns,) and rows.numel() == tokens * columns
+        if not is_rows or rows.dtype != dtype:
+            got = describe(rows) if isinstance(rows, Tensor) else type(rows).__name__
+            hint = _OTHER_DTYPE if is_rows and {rows.dtype, dtype} <= {*_DTYPES} else ""
+            _fail(f"{name} must be {dtype_name(dtype)} [{tokens} tokens, {columns}], got {got}{hint}")
         return rows.reshape(tokens, columns).contiguous()
 
     def _index_views(self, layer: int) -> tuple[Tensor, Tensor | None]:

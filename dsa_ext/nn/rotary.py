@@ -78,7 +78,12 @@ class Yarn:
 
 class PlacedRows:
     """Positions of rows, with tables for these from `tables`, which are those of all positions up to a length: a layer
-    that is called for few rows would spend more time on its own than on them.
+    that is called for few rows would spend more time on its own than on them. `PagedKVCache.rows` returns one.
+
+    Args:
+        positions: of the rows, int64 [B, S].
+        length: number of positions; all of `positions` are below.
+        tables: cosines and sines of all positions, by the options of RoPE.
 
     `tables` is filled on first use, but not in the capture of a CUDA graph or in compiled code, to which the memory
     could belong, nor with fake tensors or other subclasses, which later calls could not use.
@@ -155,9 +160,12 @@ def check_yarn(where: str, yarn: Any, theta: float) -> None:
 def check_positions(where: str, positions: Any, x: Tensor) -> None:
     """`positions` are those of the rows of x [B, S, ...]."""
     positions = positions.positions if isinstance(positions, PlacedRows) else positions
-    if not isinstance(positions, Tensor) or positions.shape not in (x.shape[1:2], x.shape[:2]):
-        got = describe(positions) if isinstance(positions, Tensor) else type(positions).__name__
-        raise ValueError(f"{where}: positions must be a tensor [S={x.shape[1]}] or [B={x.shape[0]}, S], got {got}")
+    is_list = isinstance(positions, Tensor) and positions.dtype in (torch.int32, torch.int64)
+    if not is_list or positions.device != x.device or positions.shape not in (x.shape[1:2], x.shape[:2]):
+        is_tensor = isinstance(positions, Tensor)
+        got = f"{describe(positions)} on {positions.device}" if is_tensor else type(positions).__name__
+        expected = f"int32 or int64 [S={x.shape[1]}] or [B={x.shape[0]}, S] on the device of x, {x.device}"
+        raise ValueError(f"{where}: positions must be {expected}, got {got}")
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

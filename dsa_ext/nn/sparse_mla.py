@@ -13,20 +13,15 @@ from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.paged_cache import FP8, DecodeStep, PagedKVCache, PrefillStep
 from dsa_ext.nn.projections import plain_weight, weight_of
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
+from dsa_ext.nn.tuples import SparseMLAOutput as SparseMLAOutput
 from dsa_ext.ops._checks import describe, dtype_name
-from dsa_ext.ops._library import as_autocast
+from dsa_ext.ops._library import as_autocast, check_autocast, refuse_cache_in_transforms
 from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, VALUE_COLUMNS, WIDTHS
 
 Phase = Literal["dense", "warmup", "sparse"]
 _PHASES = ("dense", "warmup", "sparse")
 #: Columns that the kernels take.
 _ROPE_COLUMNS = WIDTHS[0] - VALUE_COLUMNS
-
-
-class SparseMLAOutput(NamedTuple):
-    out: Tensor  # [B, S, hidden_size]
-    indexer_loss: Tensor | None  # mean over queries; None in the dense phase, and when gradients are disabled
-    ids: Tensor | None  # ids of the selected keys [B, S, topk]; None unless the phase is "sparse"
 
 
 class SparseMLA(nn.Module):
@@ -122,6 +117,7 @@ class SparseMLA(nn.Module):
 
     @property
     def phase(self) -> Phase:
+        """How the layer runs: "dense", "warmup" or "sparse"."""
         return self._phase
 
     @phase.setter
@@ -153,7 +149,7 @@ class SparseMLA(nn.Module):
             cache: keys of earlier tokens, to which those of x are added: x has the tokens of the cache's current step,
                 [1, T, hidden_size] after `cache.prefill`, [B, N, hidden_size] after `cache.decode`. Only in the phase
                 "sparse", and without gradients. The cache knows the positions and the sequences.
-                Then `ids` are slots of the cache, which decoding reads as they are.
+                Then `ids` are cache slots, which decoding reads as they are.
             layer: number of this layer in the cache; may be left out if it has one.
 
         Returns:
@@ -244,6 +240,7 @@ class SparseMLA(nn.Module):
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != self.hidden_size:
             got = describe(x) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"SparseMLA: x must be [B, S, {self.hidden_size}], got {got}")
+        check_autocast("SparseMLA", x)
 
     def _check_ids(self, ids: Tensor, x: Tensor) -> None:
         if self.phase != "sparse":
@@ -257,6 +254,7 @@ class SparseMLA(nn.Module):
         """The number of the layer in the cache."""
         if not isinstance(cache, PagedKVCache):
             raise TypeError(f"SparseMLA: cache must be a PagedKVCache, got {type(cache).__name__}")
+        refuse_cache_in_transforms("SparseMLA")
         if self.phase != "sparse":
             raise ValueError(f"SparseMLA: a cache is for the phase 'sparse', got {self.phase!r}")
         if torch.is_grad_enabled():

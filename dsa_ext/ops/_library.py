@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsa_ext import _native
-from dsa_ext.ops._checks import check_are_tensors, fail
+from dsa_ext.ops._checks import check_are_tensors, dtype_name, fail
 
 #: Schemas are defined here, in Python, so that a pure-Python install has the operators too; the compiled library adds
 #: the CUDA implementations.
 library = torch.library.Library("dsa", "DEF")
 
+_NO_TRANSFORMS = "the gradient transforms of torch.func are not supported, use torch.autograd"
 _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -72,7 +73,7 @@ def _above_devices(op: str, with_gradient: Callable[..., Any]) -> None:
                 refuse_tangents(op, args)
             if torch.is_grad_enabled() and any_requires_grad(*args):
                 if transforms_active():
-                    fail(op, "the gradient transforms of torch.func are not supported, use torch.autograd")
+                    fail(op, _NO_TRANSFORMS)
                 return with_gradient(keyset, *args)
             return redispatch(keyset, *args)
         except (AttributeError, RuntimeError):
@@ -95,6 +96,20 @@ def refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
     for arg in args:
         if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
             fail(op, "forward-mode differentiation (jvp) is not supported")
+
+
+def refuse_derivatives(op: str, args: tuple[Any, ...]) -> None:
+    """Raises an error if a transform of torch.func, or forward-mode differentiation, asks for derivatives of a function
+    that detaches its arguments: they would be 0."""
+    refuse_tangents(op, args)
+    if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        fail(op, _NO_TRANSFORMS)
+
+
+def refuse_cache_in_transforms(where: str) -> None:
+    """Raises an error in a transform of torch.func: a cache is memory that is written in place."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{where}: a cache cannot be used in the transforms of torch.func, such as vmap")
 
 
 class _NotDifferentiableAgain(torch.autograd.Function):
@@ -145,9 +160,21 @@ def as_autocast(tensor: Any) -> Any:
     """What autocast, if it is enabled, passes to an operator in place of a tensor that it casts."""
     if tensor is None or tensor.dtype not in _AUTOCAST_DTYPES:
         return tensor
+    return tensor.bfloat16() if _autocast_dtype(tensor) == torch.bfloat16 else tensor
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """That of autocast on the tensor's device; None if it is not enabled there."""
     device = tensor.device.type
-    is_cast = device in ("cuda", "cpu") and torch.is_autocast_enabled(device)
-    return tensor.bfloat16() if is_cast and torch.get_autocast_dtype(device) == torch.bfloat16 else tensor
+    is_enabled = device in ("cuda", "cpu") and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_enabled else None
+
+
+def check_autocast(module: str, x: Tensor) -> None:
+    """Raises an error under autocast in another dtype than bf16, which no operator takes."""
+    dtype = _autocast_dtype(x)
+    if dtype not in (None, torch.bfloat16):
+        raise RuntimeError(f"{module}: autocast must use bfloat16, got {dtype_name(dtype)}")
 
 
 def follow_autocast(op: str, *names: str) -> None:

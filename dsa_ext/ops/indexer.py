@@ -302,12 +302,14 @@ def _dense_loss(a: Args) -> tuple[Tensor, ...]:
             starts, ends = _bounds(a.q, first, last, keys, a.causal)
         else:
             keys, starts, ends = s_kv, a.starts[run], a.ends[run]
+        row_weights = None if a.row_weights is None else a.row_weights[run]
+        if row_weights is not None:  # a row that does not count sees no key, so that NaN in it reaches nothing
+            ends = torch.where(row_weights == 0, starts, ends)
         bounded = a.q[run], a.k[:keys], a.weights[run], starts, ends
         logits = torch.ops.dsa.indexer_logits(*bounded)
         listed = ids[:keys].expand(1, len(starts), 1, keys)
         main = a.main_q[None, run], a.main_kv[None, :keys, None], listed, a.lse[None, run]
         p = torch.ops.dsa.attn_dist(*main, a.sm_scale, starts=starts[None], ends=ends[None])
-        row_weights = None if a.row_weights is None else a.row_weights[run]
         losses, dlogits = torch.ops.dsa.indexer_loss(logits, p[0, :, 0], None, row_weights)
         loss += losses.sum()
         if a.gradients:

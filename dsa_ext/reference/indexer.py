@@ -15,6 +15,8 @@ from dsa_ext.reference.numerics import compute_dtype, names_one_of
 
 #: Maximum number of elements in each temporary of one chunk of queries.
 _CHUNK_ELEMENTS = 2**24
+#: What the sum of a row of p counts as, if it is smaller.
+SMALLEST_MASS = 1e-30
 
 
 def inside(starts: Tensor, ends: Tensor, columns: int) -> Tensor:
@@ -219,7 +221,8 @@ def indexer_loss(
 ) -> tuple[Tensor, Tensor]:
     """KL(p / sum(p) || softmax(scores)) of each row over the slots that count, times its weight; and its gradient.
 
-    A slot counts if `valid` (when given) is true and the score is not -inf. Returns loss [R] and dscores [R, K].
+    A slot counts if `valid` (when given) is true and the score is not -inf. Rows of weight 0 give 0, whatever they
+    hold. Returns loss [R] and dscores [R, K].
     """
     counts = scores != -torch.inf
     if valid is not None:
@@ -228,13 +231,14 @@ def indexer_loss(
     log_q = torch.where(counts.any(-1, keepdim=True), scores.masked_fill(~counts, -torch.inf), 0).log_softmax(-1)
     log_q = log_q.masked_fill(~counts, 0)
     mass = p.masked_fill(~counts, 0)
-    target = mass / mass.sum(-1, keepdim=True).clamp(min=1e-10)
+    target = mass / mass.sum(-1, keepdim=True).clamp(min=SMALLEST_MASS)
     # A difference of scores that overflows does not count where the target is 0.
     cross = target * log_q.masked_fill((target == 0) & (log_q == -torch.inf), 0)
     loss = (torch.xlogy(target, target) - cross).sum(-1)
     dscores = (log_q.exp() * target.sum(-1, keepdim=True) - target).masked_fill(~counts, 0)
     if row_weights is None:
         return loss, dscores
-    # Weights that are not finite do not reach what does not count.
+    # What is not finite does not reach what does not count, nor do rows of weight 0 count.
+    counts &= (row_weights != 0)[:, None]
     loss = (loss * row_weights).masked_fill(~counts.any(-1), 0)
     return loss, (dscores * row_weights[:, None]).masked_fill(~counts, 0)

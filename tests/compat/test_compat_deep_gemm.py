@@ -1,6 +1,7 @@
 """dsa_ext.compat.deep_gemm without a GPU: results against the formula in float64, and what it does not serve."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 import dsa_ext
 from dsa_ext.compat import deep_gemm
+from dsa_ext.ops._checks import describe
 from dsa_ext.testing.inputs import make_indexer_inputs
 from dsa_ext.testing.paged_inputs import make_paged_inputs
 
@@ -87,8 +89,10 @@ def test_paged() -> None:
 
 def test_errors() -> None:
     (q, kv, *rest), inputs = prefill_inputs(), make_paged_inputs()
-    for bad in (kv[0], (kv[0],), (kv[0], None)):
-        with pytest.raises(RuntimeError, match="fp8_mqa_logits: kv must be two tensors, keys and their scales, got"):
+    keys = describe(kv[0])
+    for bad, got in ((kv[0], keys), ((kv[0],), f"({keys})"), ([kv[0], None], f"[{keys}, None]"), (3, "3")):
+        message = f"fp8_mqa_logits: kv must be two tensors, keys and their scales, got {got}"
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
             deep_gemm.fp8_mqa_logits(q, bad, *rest)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="fp8_mqa_logits: max_seqlen_k must be an integer from 0 on, got -1"):
         deep_gemm.fp8_mqa_logits(q, kv, *rest, False, -1)

@@ -47,6 +47,10 @@ for module, name in ((flash_mla, "flash_mla_sparse_bwd"), (deep_gemm, "fp8_gemm_
         assert str(error) == f"dsa_ext.compat.{module.__name__} does not serve {name}", error
     else:
         raise AssertionError
+for name in ("flash_mla", "deep_gemm"):
+    names = {}
+    exec(f"from {name} import *", names)
+    assert names.keys() - {"__builtins__"} == set(getattr(dsa_ext.compat, name).__all__), names.keys()
 """,
         shim,
     )

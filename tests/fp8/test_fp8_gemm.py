@@ -116,6 +116,11 @@ def test_errors_of_prepare_weight() -> None:
         dsa_ext.prepare_weight(torch.zeros(3, 100))
     with pytest.raises(RuntimeError, match=r"w must be bfloat16 or float32 \[N, K\], got float64 \[3, 128\]"):
         dsa_ext.prepare_weight(torch.zeros(3, 128).double())
+    w = torch.zeros(3, 128)
+    with pytest.raises(RuntimeError, match=r"^dsa::prepare_weight: the gradient transforms of torch\.func"):
+        torch.func.grad(lambda w: dsa_ext.prepare_weight(w)[1].sum())(w)
+    with pytest.raises(RuntimeError, match=r"^dsa::prepare_weight: forward-mode differentiation"):
+        torch.func.jvp(lambda w: dsa_ext.prepare_weight(w)[1], (w,), (w,))
 
 
 def test_fake_opcheck_and_flops() -> None:

@@ -67,6 +67,21 @@ def test_value_and_gradients(
         torch.testing.assert_close(dsa_ext.indexer_dense_loss(**args, **options), expected)
 
 
+@pytest.mark.parametrize("name", ["q", "weights", "main_q", "lse"])
+def test_rows_of_weight_0_may_hold_nan(name: str) -> None:
+    row_weights = (torch.arange(S) % 3).double()
+    results = []
+    for content in (0.5, torch.nan):
+        args = arguments(53)
+        args[name][row_weights == 0] = content
+        leaves = leaves_of(args)
+        loss = dsa_ext.indexer_dense_loss(**args, row_weights=row_weights, q_start=13)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    assert results[0][0] > 0
+    assert all(result.isfinite().all() for result in results[1])
+    torch.testing.assert_close(results[1], results[0])
+
+
 def test_it_is_pytorch_s_divergence() -> None:
     args = arguments()
     scores, p = composed(args, 0, False)

@@ -138,6 +138,25 @@ def test_a_slot_without_target_may_be_out_of_range() -> None:
     assert loss.isnan()
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e-20, 1e-28])
+def test_targets_with_a_small_sum(scale: float) -> None:
+    """Heads whose attention is elsewhere, in a sink for example, leave little to the listed keys."""
+    scores, p = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.1]])
+    for got, expected in zip(
+        torch.ops.dsa.indexer_loss(scores, p * scale), torch.ops.dsa.indexer_loss(scores, p), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+def test_nan_in_a_row_of_weight_0() -> None:
+    scores = torch.tensor([[1.0, math.nan], [1.0, 2.0]]).requires_grad_()
+    loss = dsa_ext.indexer_loss(scores, torch.ones(2, 2), row_weights=torch.tensor([0.0, 1.0]))
+    (gradient,) = torch.autograd.grad(loss, scores)
+    assert loss > 0
+    assert gradient.isfinite().all()
+    assert not gradient[0].any()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_weights_that_are_not_finite(value: float) -> None:
     """They do not reach slots and rows that do not count."""

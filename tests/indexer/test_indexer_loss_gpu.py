@@ -53,6 +53,7 @@ def test_large_scores_and_small_teachers() -> None:
     scores, p, valid, weights = make_gpu(50, 3000, scale=300)
     check(scores, p, valid, weights)
     check(scores, p * 1e-9, valid)
+    check(scores, p * 1e-26, valid)
     check(scores, p * 0, valid)
 
 
@@ -83,6 +84,16 @@ def test_weights_that_are_not_finite(value: float) -> None:
     assert not dscores[~(valid & (scores > -math.inf))].any()
     assert not loss[2::2].isfinite().any()
     check(scores, p, valid, weights)
+
+
+def test_nan_in_rows_of_weight_0() -> None:
+    scores, p, valid, weights = make_gpu(9, 300)
+    expected = OP(scores, p, valid, weights.masked_fill_(torch.arange(9, device=DEVICE) % 2 == 0, 0))
+    scores[::4] = math.nan
+    p[2::4] = math.nan
+    for got, wanted in zip(OP(scores, p, valid, weights), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert not expected[0][::2].any()
 
 
 def test_nan_stays_in_its_row() -> None:

@@ -107,3 +107,6 @@ def test_errors() -> None:
         dsa_ext.quantize_indexer(q, k.float())
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="quantize_indexer: forward-mode differentiation"):
         dsa_ext.quantize_indexer(q, forward_ad.make_dual(k, torch.ones_like(k)))
+    for arguments in ((q, k), (q, k, "ue8m0_hadamard")):
+        with pytest.raises(RuntimeError, match=r"^dsa::quantize_indexer: the gradient transforms of torch\.func"):
+            torch.func.grad(lambda q, *rest: dsa_ext.quantize_indexer(q, *rest)[1].sum())(*arguments)

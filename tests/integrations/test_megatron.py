@@ -216,6 +216,52 @@ def test_attention(batch: int, with_length: bool) -> None:
     torch.testing.assert_close(got, torch.autograd.grad(expected, leaves, upstream))
 
 
+SMALLEST, LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+
+
+def test_numbers_beyond_int32() -> None:
+    """int64 ids, lengths and bounds mean what they say: none of them wraps to a small number."""
+    a = make(1)
+    far = indexer_of(a) | {"starts": torch.full((SEQ,), SMALLEST), "ends": torch.full((SEQ,), LARGEST)}
+    near = indexer_of(a) | {"starts": torch.zeros(SEQ).int(), "ends": torch.full((SEQ,), KEYS).int()}
+    got, expected = (megatron.run_fused_qk_topk(**arguments) for arguments in (far, near))
+    assert torch.equal(got[0], expected[0])  # type: ignore[index]
+    beyond = near | {"starts": torch.full((SEQ,), 2**32)}
+    assert (megatron.run_fused_qk_topk(**beyond)[0] == -1).all()  # type: ignore[index]
+
+    run = megatron.run_fused_absorbed_sparse_attention
+    ids = torch.tensor([1, SMALLEST, 2**32, 3]).expand(1, SEQ, TOPK)
+    padded = torch.tensor([1, -1, -1, 3], dtype=torch.int32).expand(1, SEQ, TOPK)
+    for given, meant in ((None, None), (2**32, None), (SMALLEST, 0), (1, 1)):
+        lengths = [None if n is None else torch.full((1, SEQ), n) for n in (given, meant)]
+        results = [run(a["query"], a["key"], i, SCALE, 512, n) for i, n in zip((ids, padded), lengths, strict=True)]
+        assert torch.equal(*results)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["q", "weights", "query"])
+@pytest.mark.parametrize("kind", ["split", "selected", "all", "all of a group"])
+def test_rows_that_do_not_count_may_hold_nan(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss and its gradients are those of any other content of these rows."""
+    valid = torch.arange(2 * SEQ).view(2, SEQ) % 3 != 1
+    group = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    results = []
+    for poison in (0.5, torch.nan):
+        a = make(2)
+        a[name][~valid.T] = poison
+        leaves = [a[leaf].requires_grad_() for leaf in ("q", "k", "weights")]
+        main: Any = {"query": a["query"], "key": a["key"], "softmax_scale": SCALE, "loss_coeff": 0.3}
+        main |= {"query_valid_rows": valid, "pg_collection": SimpleNamespace(tp=group if "group" in kind else None)}
+        if kind == "split":
+            loss = megatron.run_fused_qk_topk_with_loss(**indexer_of(a), **main)[2]  # type: ignore[index]
+        else:
+            _, loss = megatron.run_fused_dsa_attention(**whole_of(a, **main, sparse_loss=kind == "selected"))  # type: ignore[misc]
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    assert results[0][0] > 0
+    assert all(gradient.isfinite().all() for gradient in results[1])
+    torch.testing.assert_close(results[1], results[0])
+
+
 def test_calls_that_are_declined() -> None:
     a = make(1)
     indexer = indexer_of(a)
@@ -224,11 +270,19 @@ def test_calls_that_are_declined() -> None:
         assert megatron.run_fused_qk_topk(**indexer | changes) is None
     for changes in (packed | {"local_packed_cp_query_len": SEQ}, {"index_topk": 5000}):
         assert megatron.run_fused_qk_topk(**indexer | changes) is not None
+    half = {name: a[name].bfloat16() for name in ("q", "k")}
+    main: Any = {"query": a["query"], "key": a["key"], "softmax_scale": SCALE, "loss_coeff": 1.0, "pg_collection": None}
+    for changes in ({"starts": None}, {"ends": None}, {"q": a["q"][:, 0]}, half):  # the last with weights in float64
+        assert megatron.run_fused_qk_topk(**indexer | changes) is None
+        assert megatron.run_fused_qk_topk_with_loss(**indexer | changes, **main) is None
+    assert megatron.run_fused_qk_topk(**indexer | half | {"weights": a["weights"].float()}) is not None
+    assert megatron.run_fused_qk_topk(**indexer | {"weights": a["weights"].float()}) is not None
     ids = torch.zeros(1, SEQ, TOPK, dtype=torch.int32)
     run = megatron.run_fused_absorbed_sparse_attention
     assert run(a["query"], a["key"].expand(-1, -1, HEADS, -1), ids, SCALE, 512) is None
     assert run(a["query"][..., :192], a["key"][..., :192], ids, SCALE, 512) is None
     assert run(a["query"], a["key"], ids, SCALE, 128) is None
+    assert run(a["query"], a["key"], ids[..., :0], SCALE, 512) is None
     whole = megatron.run_fused_dsa_attention
     declined = [{"absorbed_mla": False}, {"value": a["key"]}, {"up_v_weight": None}, {"use_relu": False}]
     declined += [{"varlen_starts": None}, {"varlen_ends": None}, {"key_positions": a["starts"]}]

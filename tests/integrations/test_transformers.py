@@ -280,7 +280,7 @@ def test_errors() -> None:
     model = make_model()
     with (
         integration.enable(model),
-        pytest.raises(ValueError, match="enable: the model is enabled or registered already"),
+        pytest.raises(ValueError, match="enable: the model is enabled already"),
     ):
         integration.enable(model)
     with pytest.raises(ValueError, match=r"weights must be bfloat16 \(on the CPU also float32\), got float16"):
@@ -341,6 +341,8 @@ def test_register(name: str, tmp_path: Any) -> None:
         clear_patch_mapping()
     assert type(ours.model.layers[0].self_attn).__name__ == f"Dsa{name}Attention"
     assert type(small.model.layers[0].self_attn).__name__ == f"{name}Attention"
+    with pytest.raises(ValueError, match=r"enable: the model was made after register\(\) and cannot be enabled"):
+        integration.enable(ours)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, plain, rtol=1e-4, atol=1e-5)
 

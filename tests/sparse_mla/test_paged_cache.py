@@ -52,6 +52,18 @@ def test_slots_and_numbers_of_keys() -> None:
     assert step.positions.tolist() == [[4, 9]]
 
 
+def test_rows_after_the_last_token_have_no_number() -> None:
+    """Otherwise the rows that a page has left would be the first keys of the next sequence."""
+    cache = make_small(num_blocks=8)
+    a, b = cache.add(), cache.add()
+    cache.prefill([a, b], [3, 6])
+    pages = [*cache.blocks(a), *cache.blocks(b)]
+    slots = torch.tensor([4 * page + row for page in pages for row in range(4)]).int()
+    numbers = cache.keys_of_ids(slots)
+    assert numbers.dtype == torch.int32
+    assert numbers.clamp(min=-1).tolist() == [0, 1, 2, -1, 3, 4, 5, 6, 7, 8, -1, -1]
+
+
 def test_addresses_stay() -> None:
     """A step of decoding of B sequences and N tokens reads the same memory, whatever its contents: a CUDA graph can be
     captured once."""
@@ -171,6 +183,7 @@ def test_operators_read_the_pages() -> None:
     [
         ({"layers": 0}, "layers must be a positive int, got 0"),
         ({"num_blocks": 2.0}, "num_blocks must be a positive int, got 2.0"),
+        ({"max_sequences": True}, "max_sequences must be a positive int, got True"),
         ({"num_blocks": 2**30}, "num_blocks and page_size must have a product below 2^31, got 1073741824 and 4"),
         ({"page_size": 0}, "page_size must be a positive int, got 0"),
         ({"page_size": 6}, "page_size must be a multiple of 4 with keys of the indexer in float8_e4m3fn, got 6"),
@@ -206,16 +219,24 @@ def test_errors_of_steps() -> None:
         (lambda: cache.free(5), "there is no sequence 5"),
         (lambda: cache.length(5), "there is no sequence 5"),
         (lambda: cache.truncate(a, 4), "sequence 0 has 3 tokens, and cannot be truncated to 4"),
-        (lambda: cache.evict(a, [0]), "pages must be from 0 to -1, the full pages of sequence 0, got"),
+        (lambda: cache.evict(a, [0]), r"sequence 0 has no full pages, and only full ones can be evicted, got \[0\]"),
         (lambda: cache.kv(2), "layer must be from 0 to 1, got 2"),
         (lambda: cache.index_keys(-1), "layer must be from 0 to 1, got -1"),
+        (lambda: cache.kv(True), "layer must be from 0 to 1, got True"),
+        (lambda: cache.kv(0.0), r"layer must be from 0 to 1, got 0\.0"),  # type: ignore[arg-type]
     ]
     for call, message in bad:
         with pytest.raises(ValueError, match=f"PagedKVCache: .*{message}"):
             call()
         assert (cache.length(a), cache.length(b), cache.free_blocks) == (3, 0, 7)
     cache.prefill([a], [2])
-    for kv, got in ((torch.zeros(2, 512).bfloat16(), r"bfloat16 \[2, 512\]"), (torch.zeros(2, 576), "float32")):
+    bad_rows: list[tuple[Any, str]] = [
+        (torch.zeros(2, 512).bfloat16(), r"bfloat16 \[2, 512\]$"),
+        (torch.zeros((), dtype=torch.bfloat16), r"bfloat16 \[\]$"),
+        (None, "NoneType$"),
+        (torch.zeros(2, 576), r"float32 \[2, 576\] \(autocast changes .*: make_cache and the layer must be called"),
+    ]
+    for kv, got in bad_rows:
         with pytest.raises(ValueError, match=rf"kv must be bfloat16 \[2 tokens, 576\], got {got}"):
             cache.write(0, kv)
     with pytest.raises(ValueError, match="k_scale is for float8_e4m3fn keys, got none"):

@@ -357,6 +357,20 @@ def test_opcheck(packed: bool) -> None:
 
 @pytest.mark.gpu_memory(14)
 @pytest.mark.parametrize("packed", [True, False])
+def test_more_than_2_to_the_31_elements_of_q_and_out(packed: bool) -> None:
+    """The first and the last tokens, which lie on both sides of the limits of 32 bits."""
+    tokens, some = 2**31 // (128 * 512) + 40, 3
+    inputs = make_gpu(1, 1, 10, 64, 128, 32, packed=packed)
+    q = torch.randn(tokens, 1, 128, 576, device=DEVICE, dtype=torch.bfloat16)
+    ids = torch.randint(640, (tokens, 1, 32), device=DEVICE, dtype=torch.int32)
+    results = OP(q, inputs.kv_cache, ids, batch_invariant=True)
+    for rows in (slice(some), slice(-some, None)):
+        expected = check(q[rows], inputs.kv_cache, ids[rows], batch_invariant=True)
+        assert all(torch.equal(a[rows], b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.gpu_memory(14)
+@pytest.mark.parametrize("packed", [True, False])
 def test_more_than_2_to_the_32_bytes_of_keys(packed: bool) -> None:
     """Slots near both ends of a large cache."""
     small = make_gpu(2, 2, 10, 64, 64, 300, packed=packed)

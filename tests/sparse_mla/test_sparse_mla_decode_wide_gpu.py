@@ -70,6 +70,17 @@ def test_pairs_have_the_bits_of_ctas_alone(heads: int, d_qk: int) -> None:
     assert same_bits(OP(strided_copy(q), strided_cache(cache), ids, batch_invariant=True), (out, lse))
 
 
+def test_other_lists_between_replays(heads: int, d_qk: int) -> None:
+    q, cache, ids = vars(inputs_of(heads, d_qk)).values()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = OP(q, cache, ids, batch_invariant=True)
+    for shift in (1, 7, BATCH // 2):
+        ids.copy_(ids.roll(shift, 0).masked_fill(torch.rand_like(ids, dtype=torch.float32) < 0.2, -1))
+        graph.replay()
+        assert same_bits(captured, OP(q, cache, ids, batch_invariant=True))
+
+
 def test_lengths(heads: int, d_qk: int) -> None:
     """Also those that leave a CTA of a pair without a key in a tile, and parts without keys."""
     q, cache, ids = vars(inputs_of(heads, d_qk)).values()

@@ -303,7 +303,33 @@ def test_errors_of_rope() -> None:
         with pytest.raises(ValueError, match=f"columns must be even, from 0 to D=8, got {columns}"):
             apply_rope(x, positions, columns=columns)
     for other, got in ((positions[:1], r"int64 \[1\]"), (positions[None], r"int64 \[1, 6\]"), ([0] * 6, "list")):
-        with pytest.raises(ValueError, match=rf"positions must be a tensor \[S=6\] or \[B=2, S\], got {got}"):
+        with pytest.raises(ValueError, match=rf"positions must be int32 or int64 \[S=6\] or \[B=2, S\] .*, got {got}"):
             apply_rope(x, other)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="apply_rope: layout must be 'half' or 'interleaved', got 'pairs'"):
         apply_rope(x, positions, layout="pairs")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("phase", ["warmup", "sparse"])
+@pytest.mark.parametrize("bounds", [None, [0, 4, 9]], ids=["one sequence", "packed"])
+def test_nan_stays_in_the_row_of_its_token(phase: Any, bounds: list[int] | None) -> None:
+    layer, x = make_layer(), make_input(batch=1)
+    layer.phase = phase
+    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+    expected = layer(x, **options).out
+    x[0, -1] = torch.nan  # no other token sees it
+    result = layer(x, **options)
+    assert result.out[0, -1].isnan().all()
+    torch.testing.assert_close(result.out[0, :-1], expected[0, :-1])
+    assert result.indexer_loss is None or result.indexer_loss.isnan()
+
+
+@pytest.mark.parametrize("name", ["q_a_proj", "indexer.wq_b", "indexer.wk"])
+def test_nan_in_a_weight_reaches_the_loss(name: str) -> None:
+    layer = make_layer()
+    layer.phase = "sparse"
+    with torch.no_grad():
+        layer.get_submodule(name).weight[0, 0] = torch.nan
+    result = layer(make_input())
+    assert result.indexer_loss is not None
+    assert result.indexer_loss.isnan()
+    assert name != "q_a_proj" or result.out.isnan().any()

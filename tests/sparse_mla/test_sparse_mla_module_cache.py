@@ -279,7 +279,8 @@ def test_errors_of_calls() -> None:
         with pytest.raises(ValueError, match=r"x must be \[1, 2, 48\], the tokens of the last cache.prefill"):
             layer(x, cache=cache)
         other = make_layer(torch.float32)
-        with pytest.raises(ValueError, match=r"kv must be float64 \[2 tokens, 576\], got float32"):
+        hint = r"\(autocast changes .*: make_cache and the layer must be called under the same autocast\)$"
+        with pytest.raises(ValueError, match=rf"kv must be float64 \[2 tokens, 576\], got float32 .* {hint}"):
             other(x.float().expand(1, 2, -1), cache=cache)
         layer.phase = "dense"
         with pytest.raises(ValueError, match="a cache is for the phase 'sparse', got 'dense'"):
@@ -289,6 +290,8 @@ def test_errors_of_calls() -> None:
         several.decode([several.add()])
         with pytest.raises(ValueError, match="layer must be the number of this layer in a cache of 2, got None"):
             layer(x, cache=several)
+        with pytest.raises(RuntimeError, match=r"SparseMLA: a cache cannot be used in the transforms of torch\.func"):
+            torch.vmap(lambda x: layer(x, cache=several, layer=0).out)(x[None])
 
 
 def test_fake_tensors_leave_no_tables() -> None:

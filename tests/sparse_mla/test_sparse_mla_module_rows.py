@@ -120,8 +120,19 @@ def test_errors() -> None:
         layer(x[:1], cu_seqlens=torch.tensor([0, 9]))
     with pytest.raises(ValueError, match=r"cu_seqlens must be int32 .* got list"):
         layer(x[:1], cu_seqlens=[0, 9])
-    with pytest.raises(ValueError, match=r"positions must be a tensor \[S=9\] or \[B=2, S\], got int64 \[8\]"):
-        layer(x, positions=torch.arange(8))
+    expected = r"SparseMLA: positions must be int32 or int64 \[S=9\] or \[B=2, S\] on the device of x, cpu, got"
+    bad: list[tuple[Any, str]] = [
+        (torch.arange(8), r"int64 \[8\] on cpu"),
+        (torch.arange(9, device="meta"), r"int64 \[9\] on meta"),
+        (torch.ones(9, dtype=torch.bool), r"bool \[9\] on cpu"),
+        (torch.arange(9, dtype=torch.uint8), r"uint8 \[9\] on cpu"),
+        (torch.arange(9.0), r"float32 \[9\] on cpu"),
+        (list(range(9)), "list"),
+    ]
+    for positions, got in bad:
+        with pytest.raises(ValueError, match=f"{expected} {got}$"):
+            layer(x, positions=positions)
+    assert torch.equal(layer(x, positions=torch.arange(9).int()).out, layer(x).out)
     for options in ({"yarn": 40.0}, {"indexer": {"yarn": 40.0}}):
         with pytest.raises(TypeError, match="yarn must be a Yarn or None, got float"):
             make_layer(**options)
@@ -136,8 +147,6 @@ def test_errors() -> None:
         Yarn(40.0, beta_fast=0.5)
     with pytest.raises(ValueError, match=r"SparseMLA: the base .* must be greater than 1 with yarn, got 1\.0"):
         make_layer(yarn=Yarn(40.0), rope_theta=1.0)
-    with pytest.raises(ValueError, match=r"SparseMLA: positions must be a tensor .* got list"):
-        layer(x, positions=list(range(9)))
     for ids in (torch.zeros(2, 8, 4).int(), torch.zeros(2, 9, 4), torch.zeros(2, 9, 0).int(), [[0]]):
         with pytest.raises(ValueError, match=r"SparseMLA: ids must be int32 \[B=2, S=9, K\], got"):
             layer(x, ids=ids)

@@ -140,8 +140,8 @@ def enable(
         a handle that restores the model. In a `with` statement it does so at the end of the block.
 
     Raises:
-        ValueError: there is no such layer, the model is enabled or registered already, or `strict` and a layer does not
-            fit; the message says why.
+        ValueError: there is no such layer, the model is enabled already or was made after `register`, or `strict` and a
+            layer does not fit; the message says why.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"enable: model must be a model of transformers, got {type(model).__name__}")
@@ -152,10 +152,12 @@ def enable(
     if not isinstance(loss_coeff, (int, float)) or not 0 <= loss_coeff < float("inf"):
         raise ValueError(f"enable: loss_coeff must be a finite number of at least 0, got {loss_coeff!r}")
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if type(layer) in REPLACEMENTS}
-    if any(type(layer) in REPLACEMENTS.values() for layer in model.modules()):
-        raise ValueError(
-            "enable: the model is enabled or registered already; disable() its handle, or create a new model"
-        )
+    replaced = [layer for layer in model.modules() if type(layer) in REPLACEMENTS.values()]
+    if any(hasattr(layer, "_dsa_options") for layer in replaced):
+        raise ValueError("enable: the model is enabled already: disable() its handle; a copy has none: make a new one")
+    if replaced:
+        text = "the model was made after register() and cannot be enabled: to train the indexer, do not call register()"
+        raise ValueError(f"enable: {text}")
     if not layers:
         raise ValueError(f"enable: {type(model).__name__} has no layer of DeepseekV32 or GlmMoeDsa")
     reasons = {name: reason for name, layer in layers.items() if (reason := misfit(layer)) is not None}
@@ -186,8 +188,8 @@ def enable(
 
 def register() -> None:
     """Makes models that are created from now on by `from_pretrained` or `from_config` run on the operators, as far as
-    their layers fit. Their indexers select in bf16 and do not learn: use `enable` for that, on a model of a class that
-    was not registered."""
+    their layers fit. Their indexers select in bf16 and do not learn. Such a model cannot be enabled, and there is no
+    unregister: to train the indexer, do not call `register`."""
     register_patch_mapping({kind.__name__: replacement for kind, replacement in REPLACEMENTS.items()}, overwrite=True)
 
 

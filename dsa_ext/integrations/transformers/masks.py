@@ -10,6 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from dsa_ext.reference.indexer import runs
+
 #: The name of the attention implementation in a model's config.
 NAME = "dsa_ext"
 #: A number that is added to a score hides the key from here on down.
@@ -25,34 +27,71 @@ def row_bounds(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: Any = None,
+    use_vmap: bool = False,
     **kwargs: Any,
 ) -> Tensor:
     """What transformers calls to make a mask: starts and ends of the keys that each query sees, and 1 for a query that
-    is no padding, int32 [B, 1, S, 3]. An ordinary mask if padding is not on the left and right alone."""
-    position = q_offset + torch.arange(q_length, device=device)
-    starts = torch.zeros(batch_size, q_length, device=device, dtype=torch.long)
-    if q_length > 1:
-        # Packed sequences begin where a query does not see the key before it.
-        sequence = torch.arange(batch_size, device=device)[:, None]
-        sees_previous = mask_function(sequence, 0, position, (position - 1).clamp(min=0))
-        starts = torch.where(sees_previous, starts, position).cummax(-1).values
-    ends = (position + 1).expand(batch_size, q_length)
+    is no padding, int32 [B, 1, S, 3]. An ordinary mask if these keys are not one interval, or if `use_vmap` says that
+    the function may be other than one of positions."""
+
+    def ordinary_mask() -> Tensor:
+        options = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        options |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask}
+        mask: Tensor | None = sdpa_mask(
+            batch_size, q_length, kv_length, mask_function=mask_function, use_vmap=use_vmap, device=device, **options
+        )
+        assert mask is not None
+        return mask
+
+    if use_vmap:
+        return ordinary_mask()
+    position = q_offset - kv_offset + torch.arange(q_length, device=device)  # among the keys
+    if mask_function is causal_mask_function:
+        starts = torch.zeros(batch_size, q_length, device=device, dtype=torch.long)
+        ends = (position + 1).expand(batch_size, q_length)
+    else:
+        starts, ends, is_interval = _around(mask_function, batch_size, position, kv_length, kv_offset)
+        if not _holds(is_interval):
+            return ordinary_mask()
     counts = torch.ones_like(starts)
     if attention_mask is not None:
         is_token = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         first, end, is_interval = _intervals(is_token)
         if not _holds(is_interval):
-            arguments = {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask}
-            mask: Tensor | None = sdpa_mask(
-                batch_size, q_length, kv_length, mask_function=mask_function, device=device,
-                **{**kwargs, **arguments, "allow_is_causal_skip": False},
-            )  # fmt: skip
-            assert mask is not None
-            return mask
+            return ordinary_mask()
         starts, ends = torch.maximum(starts, first[:, None]), torch.minimum(ends, end[:, None])
-        own = (position - kv_offset).clamp(max=is_token.shape[1] - 1).expand(batch_size, q_length)
+        own = position.clamp(max=is_token.shape[1] - 1).expand(batch_size, q_length)
         counts = is_token.gather(1, own).long()
     return torch.stack([starts, ends, counts], dim=-1).int()[:, None]
+
+
+def _around(
+    function: Callable[..., Any], batch: int, position: Tensor, keys: int, offset: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Starts and ends [B, S] of the keys around its own `position` that a function of positions shows each query; and
+    whether it shows these keys and no others.
+
+    Bisection finds them. A compiled graph then looks at a query's own key only, since the functions of transformers
+    have no holes; otherwise all keys are looked at, for some queries at a time.
+    """
+    sequence = torch.arange(batch, device=position.device)[:, None]
+
+    def farthest(direction: int) -> Tensor:
+        key = position.expand(batch, -1)
+        for bit in reversed(range(keys.bit_length())):
+            further = key + direction * 2**bit
+            seen = function(sequence, 0, position + offset, further.clamp(0, keys - 1) + offset)
+            key = torch.where(seen & (further >= 0) & (further < keys), further, key)
+        return key
+
+    starts, ends = farthest(-1), farthest(1) + 1
+    if is_compiling():
+        return starts, ends, function(sequence, 0, position + offset, position + offset)
+    key, is_exact = torch.arange(keys, device=position.device), torch.ones((), device=position.device, dtype=torch.bool)
+    for run in runs(len(position), batch * keys):
+        seen = function(sequence[..., None], 0, position[run, None] + offset, key + offset)
+        is_exact &= (seen == (key >= starts[:, run, None]) & (key < ends[:, run, None])).all()
+    return starts, ends, is_exact
 
 
 def _holds(condition: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext import reference
-from dsa_ext.reference.indexer import inside, listed_rows, runs
+from dsa_ext.reference.indexer import SMALLEST_MASS, inside, listed_rows, runs
 from dsa_ext.testing.tolerances.attention import noise_of_lse, spread
 from dsa_ext.testing.tolerances.limits import (
     DENORMAL,
@@ -288,7 +288,7 @@ def _loss(
     log_q = torch.where(counts.any(-1, keepdim=True), scores, 0).log_softmax(-1)
     mass = p.masked_fill(~counts, 0)
     total = mass.sum(-1, keepdim=True)
-    target = mass / total.clamp(min=1e-10)
+    target = mass / total.clamp(min=SMALLEST_MASS)
     largest = scores.masked_fill(~counts, 0).abs().amax(-1, keepdim=True) if scores.shape[-1] else total
     # log_softmax: score - largest score - logarithm of a sum. The sum has the errors of all scores of the row: if one
     # score is uncertain, as fp32 sums of large terms that cancel are, so are the probabilities of all keys.
@@ -297,7 +297,7 @@ def _loss(
     # The masses may be multiplied by logarithms before they are divided by their sum. They are below the resolution of
     # fp32 then, if they are denormal.
     p_noise = p_noise + DENORMAL
-    target_off = FP32_ELEMENTWISE * target + (p_noise + target * _sum(p_noise)) / total.clamp(min=1e-10) + TINY
+    target_off = FP32_ELEMENTWISE * target + (p_noise + target * _sum(p_noise)) / total.clamp(min=SMALLEST_MASS) + TINY
     q_off = (spread(log_q, off).clamp(max=1) + FP32_ELEMENTWISE * log_q.exp()) * target.sum(-1, keepdim=True)
     q_off = q_off + log_q.exp() * 4 * FP32_RESOLUTION
     magnitude = torch.where(target > 0, target * (target.log().abs() + log_q.abs()), 0)

@@ -172,11 +172,14 @@ __global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_con
   const Sums sums = add_threads(own, shared);
 
   const float weight = p.row_weights == nullptr ? 1.f : p.row_weights[blockIdx.x * p.row_weights_stride];
-  const float divisor = fmaxf(sums.mass, 1e-10f), share = sums.mass / divisor;  // of the target's sum; should be 1
+  // The sum of the target is 1, unless that of p is so small that its terms are no normal numbers.
+  constexpr float kSmallestMass = 1e-30f;
+  const float divisor = fmaxf(sums.mass, kSmallestMass), share = sums.mass / divisor;
+  const bool counts = weight != 0.f;  // also NaN in a row of weight 0 does not
   if (threadIdx.x == 0) {
     const float entropy = kLn2 * (sums.entropy / divisor / kEntropyScale - share * __log2f(divisor));
     const float kl = entropy - sums.cross / divisor + share * logf(sums.exps);
-    p.loss[blockIdx.x] = sums.exps == 0.f ? 0.f : weight * kl;  // 0 if no slot is valid
+    p.loss[blockIdx.x] = sums.exps == 0.f || !counts ? 0.f : weight * kl;  // 0 if no slot is valid
   }
   // Of weights relative to `top`.
   const auto write_gradients = [&](int at, float top) {
@@ -187,7 +190,7 @@ __global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_con
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         const float gradient = weight * (r[i].score[j] * q_factor - r[i].p[j] * p_factor);
-        gradients[j] = r[i].score[j] == kNotValid ? 0.f : gradient;
+        gradients[j] = r[i].score[j] == kNotValid || !counts ? 0.f : gradient;
       }
       row.store(at + i * kStep, gradients);
     }

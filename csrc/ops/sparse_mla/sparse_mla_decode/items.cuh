@@ -20,7 +20,6 @@ using namespace dsa::sparse_mla;
 using namespace dsa::tiles;
 
 inline constexpr int kValueColumns = 512;
-inline constexpr int kThreads = 384;  // two value warpgroups, one score warpgroup; each needs all 168 registers
 inline constexpr int kFrontBarrier = 1, kBackBarrier = 2, kScoreBarrier = 3;  // 0 is __syncthreads
 __device__ __forceinline__ int value_barrier(bool back) { return back ? kBackBarrier : kFrontBarrier; }
 

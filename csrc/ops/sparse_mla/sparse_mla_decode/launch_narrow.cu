@@ -13,7 +13,8 @@ const char* launch_instance(const KernelParams& p, cudaStream_t stream) {
   constexpr int kBytes = sizeof(NarrowStorage<kColumns, kHeads>);
   static_assert(kBytes <= kMaxSharedBytes);
   const Grid grid(unsigned(std::min(p.items, p.num_sms)), 1, /*programmatic=*/true);
-  return launch_kernel<sparse_mla_decode_narrow_kernel<kColumns, kHeads>>(p.device, grid, kThreads, kBytes, stream, p);
+  return launch_kernel<sparse_mla_decode_narrow_kernel<kColumns, kHeads>>(p.device, grid, kNarrowThreads, kBytes,
+                                                                          stream, p);
 }
 
 }  // namespace

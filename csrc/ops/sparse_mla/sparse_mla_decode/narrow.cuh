@@ -359,7 +359,8 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
 }
 
 template <int kColumns, int kHeads>
-__global__ void __launch_bounds__(kThreads, 1) sparse_mla_decode_narrow_kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(kNarrowThreads, 1)
+    sparse_mla_decode_narrow_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_bytes_[];
   auto& shared = *reinterpret_cast<NarrowStorage<kColumns, kHeads>*>(shared_bytes_);
   const int thread = threadIdx.x % kWarpgroupThreads;

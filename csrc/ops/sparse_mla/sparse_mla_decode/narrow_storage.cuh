@@ -7,6 +7,8 @@
 
 namespace dsa::sparse_mla_decode {
 
+// Two value warpgroups and one that scores; each needs all 168 registers.
+inline constexpr int kNarrowThreads = 3 * kWarpgroupThreads;
 inline constexpr int kNarrowStages = 2;  // of tiles
 inline constexpr int kProbsStages = 2;   // of P
 // Of what ends an item. P of an item may be written before O of the item two before it is scaled, where these have one

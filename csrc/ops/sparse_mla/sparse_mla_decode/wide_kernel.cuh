@@ -5,27 +5,29 @@
 // Warp specialization. Who does what, for tile j of all items, 32 keys:
 //
 //   role           warpgroup  waits on              does                                        signals
-//   value (front)  0          probs_written[j]      half of columns [0, 256) of tile j + 2,
-//                                                   then O[:, 0:256) = O * rescale + P V and
+//   value (front)  0          raw_full[j + 2]       half of columns [0, 256) of tile j + 2,     raw_empty[j + 2]
+//                             probs_written[j]      then O[:, 0:256) = O * rescale + P V and
 //                                                   meanwhile the other half                    full[j + 2]
 //                                                   after an item's last tile: stores O         probs_read[j]
-//   value (back)   1          probs_written[j]      O[:, 256:512) and the other columns,        full[j + 2]
-//                                                   in the same order                           probs_read[j]
+//   value (back)   1          the same              O[:, 256:512) and the other columns,        the same
+//                                                   in the same order
 //   score          2          full[j]               S = Q K^T                                   probs_written[j - 1]
 //                             probs_read[j - 2]     softmax, P; after an item's last tile: lse  and then [j]
 //                                                   and the last factor of O
+//   load           3          raw_empty[j - 2]      the packed keys of tile j; one warp         raw_full[j] (by TMA)
 //
 // In a pair, moreover:
 //
-//   value          0 and 1    peer_free[j - 1]      its 16 keys of tile j + 2, all of them,     full[j + 2], and by
+//   value          0 and 1    received[j - 1]       writes to the slot of tile j - 1
+//                             peer_free[j - 1]      its 16 keys of tile j + 2, all of them,     full[j + 2], and by
 //                                                   unpacked and sent before P is awaited       bytes the peer's
-//                             received[j]           frees the slot of tile j after P V          the peer's peer_free[j]
+//                                                   after P V: the slot of tile j is free       the peer's peer_free[j]
 //   score          2                                after P: all that the peer sent is here     the peer's received[j]
 //
-// Packed keys arrive by cp.async, two tiles ahead of those that are unpacked, and the value warpgroups turn them into
-// bf16 (feeder.cuh): numbers of e4m3 times the power of two in their scale, which is exact. The rest of each scale, a
-// factor from 1 to 2, multiplies the sums of S over a group of 128 columns, and P: each group of value columns has its
-// own P.
+// Packed keys arrive by bulk copies, two tiles ahead of those that are unpacked, and the value warpgroups turn them
+// into bf16 (wide_keys.cuh): numbers of e4m3 times the power of two in their scale, which is exact. The rest of each
+// scale, a factor from 1 to 2, multiplies the sums of S over a group of 128 columns, and P: each group of value columns
+// has its own P.
 //
 // Shared memory is what limits the kernel: keys are written, read and written again before the products read them.
 #pragma once
@@ -46,7 +48,8 @@ inline constexpr int kStartRegisters = 128, kValueRegisters = 168, kScoreRegiste
 static_assert((2 * kValueRegisters + kScoreRegisters + kLoadRegisters) * kWarpgroupThreads <= 65536);
 
 template <int kColumns, bool kPaired>
-__global__ void __launch_bounds__(kWideThreads, 1) sparse_mla_decode_wide_kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(kWideThreads, 1)
+    sparse_mla_decode_wide_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_bytes_[];
   auto& shared = *reinterpret_cast<WideStorage<kColumns, kPaired>*>(shared_bytes_);
   const int warpgroup = cutlass::canonical_warp_group_idx();

@@ -76,8 +76,7 @@ __device__ __forceinline__ void load_raw_keys(WideStorage<kColumns, kPaired>& sh
   }
 }
 
-// One value warpgroup's share of the keys of all items, a raw stage after the other. Which half is no template
-// parameter, so that both warpgroups run the same instructions: those of two would not fit in the instruction cache.
+// One value warpgroup's share of the keys of all items, a raw stage after the other.
 template <int kColumns, bool kPaired>
 struct Unpacker {
   static constexpr bool kTail = kColumns > kPackedColumns;
@@ -116,7 +115,9 @@ struct Unpacker {
   template <int kRound, class WaitForSlot>
   __device__ __forceinline__ void unpack(int slot, WaitForSlot wait_for_slot) const {
     // Four rows further, the swizzle differs in one bit.
-    const auto row = [](uint32_t offset) { return (offset ^ kRound * 4 * kPieceBytes) + kRound * 4 * kSwizzleRowBytes; };
+    const auto row = [](uint32_t offset) {
+      return (offset ^ kRound * 4 * kPieceBytes) + kRound * 4 * kSwizzleRowBytes;
+    };
     constexpr int kRoundFactors = kRound * (place_of_factor(kRoundKeys, 0) - place_of_factor(0, 0));
     const RawStage<kColumns, kPaired>& stage = shared.raw[at.slot];
     const uint32_t s_stage = shared_address(&stage) + kRound * kRoundKeys * kPitch;

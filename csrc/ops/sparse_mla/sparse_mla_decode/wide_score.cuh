@@ -1,6 +1,6 @@
 // The score warpgroup of the wide kernel: S = Q K^T, online softmax, P.
 //
-// Registers per thread: 80 of Q, 48 of S (the sum, and two groups of columns in turn), 40 others.
+// Registers per thread: 64 of Q, 48 of S (the sum, and two groups of columns in turn), 40 others.
 #pragma once
 
 #include "sm90/math.cuh"

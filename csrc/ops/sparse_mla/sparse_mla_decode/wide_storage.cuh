@@ -8,12 +8,12 @@
 
 namespace dsa::sparse_mla_decode {
 
-inline constexpr int kWideHeads = 64;                             // of an item
-inline constexpr int kWideKeys = 32, kHalfKeys = kWideKeys / 2;   // of a tile; of half a tile
+inline constexpr int kWideHeads = 64;                               // of an item
+inline constexpr int kWideKeys = 32, kHalfKeys = kWideKeys / 2;     // of a tile; of half a tile
 inline constexpr int kTiles = 3, kRawStages = 2, kProbsStages = 2;  // stages
-inline constexpr int kHalfColumns = kPackedColumns / 2;           // of a value warpgroup
+inline constexpr int kHalfColumns = kPackedColumns / 2;             // of a value warpgroup
 inline constexpr int kHalfGroups = kScaleGroups / 2;              // groups of columns with their own scales, of a half
-inline constexpr int kHalfChunks = kHalfColumns / kChunkColumns;   // chunks of 64 columns
+inline constexpr int kHalfChunks = kHalfColumns / kChunkColumns;  // chunks of 64 columns
 inline constexpr int kSharedQChunk = 4;                           // the first that registers do not hold
 inline constexpr int kPieceBytes = 16;                            // of a key, read at once
 
@@ -38,7 +38,7 @@ struct RawStage {
 // What the score warpgroup has to know about half of a tile's keys: which are visible, and factors of scales. What each
 // value warpgroup writes is contiguous: `visible` and half of `factors`, and the other half.
 struct KeyNotes {
-  alignas(kPieceBytes) uint32_t visible;  // bit k: key k is visible; the upper 16 bits are set
+  alignas(kPieceBytes) uint32_t visible;                         // bit k: key k is visible; the upper 16 bits are set
   alignas(kPieceBytes) float factors[kScaleGroups * kHalfKeys];  // see place_of_factor
 };
 
