@@ -32,6 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu_memory"):
                 item.add_marker(pytest.mark.xdist_group("gpu_memory"))  # one after the other, in one process
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
     reason = _no_gpu_reason()
     if reason is None:
         return

@@ -7,7 +7,7 @@ import pytest
 from magnitudes import ORDINARY, cases
 from magnitudes_worker import failures
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
 
 @pytest.mark.parametrize("op", ORDINARY)

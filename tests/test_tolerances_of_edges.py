@@ -10,6 +10,7 @@ from torch import Tensor
 
 import dsa_ext  # noqa: F401
 from dsa_ext import reference
+from dsa_ext.reference.indexer import SMALLEST_MASS
 from dsa_ext.reference.sparse_mla import visible_slots
 from dsa_ext.testing.calls import ORDINARY, Args, with_forward
 from dsa_ext.testing.inputs import make_inputs
@@ -189,9 +190,9 @@ def test_one_uncertain_score_makes_all_probabilities_of_its_row_uncertain(sign: 
 
 
 def test_denormal_masses_have_the_resolution_of_denormal_numbers() -> None:
-    mass = torch.tensor([[3e-43], [4e-44]])
+    mass, scale = torch.tensor([[3e-43], [4e-44]]), 1 / SMALLEST_MASS
     for error, right in ((0.9, True), (3.0, False)):
-        loss = (mass.double() + error * 2.0**-149) * 1e10 * (mass.double() * 1e10).log()
+        loss = (mass.double() + error * 2.0**-149) * scale * (mass.double() * scale).log()
         with nullcontext() if right else pytest.raises(AssertionError, match="loss: largest error"):
             check("indexer_loss", (loss[:, 0].float(), 0 * mass), {"scores": 0 * mass, "p": mass})
 

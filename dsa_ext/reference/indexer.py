@@ -16,7 +16,7 @@ from dsa_ext.reference.numerics import compute_dtype, names_one_of
 #: Maximum number of elements in each temporary of one chunk of queries.
 _CHUNK_ELEMENTS = 2**24
 #: What the sum of a row of p counts as, if it is smaller.
-SMALLEST_MASS = 1e-30
+SMALLEST_MASS = 1e-20
 
 
 def inside(starts: Tensor, ends: Tensor, columns: int) -> Tensor:

@@ -55,6 +55,7 @@ def test_logits_and_gradients(name: str, checkpointing: bool) -> None:
         assert distance(ours[key], value) <= FACTOR * distance(theirs[key], value) + 3e-3, key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -89,6 +90,7 @@ def test_prefill_in_chunks_and_decode(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts, 1).float(), whole.float(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast_and_compile(name: str) -> None:
     """Weights in fp32 under autocast, eager and compiled, beside the model in bf16."""

@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kThreads) indexer_loss_kernel(const __grid_con
   const Sums sums = add_threads(own, shared);
 
   const float weight = p.row_weights == nullptr ? 1.f : p.row_weights[blockIdx.x * p.row_weights_stride];
-  // The sum of the target is 1, unless that of p is so small that its terms are no normal numbers.
-  constexpr float kSmallestMass = 1e-30f;
+  // The sum of the target is 1, unless that of p is so small that its terms may be denormal numbers.
+  constexpr float kSmallestMass = 1e-20f;
   const float divisor = fmaxf(sums.mass, kSmallestMass), share = sums.mass / divisor;
   const bool counts = weight != 0.f;  // also NaN in a row of weight 0 does not
   if (threadIdx.x == 0) {
