@@ -32,8 +32,8 @@ HEADLINES = (
         "sparse_mla_fwd",
         "h128_skv131072",
         "Forward of sparse attention: **{tflops:.0f} TFLOP/s** with 4096 queries, 128 heads, 131072 keys and 2048 "
-        "selected keys for each query; {ratio:.2f} times {peer} ({low:.2f} to {high:.2f} over the shapes with a figure "
-        "of {library}).",
+        "selected keys for each query; {ratio:.2f} times {peer} ({low:.2f} to {high:.2f} over all shapes that were "
+        "compared).",
     ),
     (
         "sparse_mla_bwd",
@@ -51,6 +51,18 @@ HEADLINES = (
         "4096x131072",
         "Exact top-2048 of 131072 logits, 4096 rows: **{ms:.2f} ms**, {ratio:.2f} times {peer} "
         "({low:.2f} to {high:.2f}).",
+    ),
+    (
+        "sparse_mla_decode",
+        "fp8_h128_b1_n1",
+        "Decoding from an fp8 cache, one token, 128 heads, 2048 selected keys: **{us:.1f} µs**, {ratio:.2f} times "
+        "{peer} ({low:.2f} to {high:.2f}: {library} is faster from 128 sequences on).",
+    ),
+    (
+        "indexer_logits_paged",
+        "h64_1x131072_n1",
+        "Indexer logits from a paged cache in fp8, 131072 keys, 64 heads: **{us:.1f} µs**, {ratio:.2f} times {peer} "
+        "({low:.2f} to {high:.2f}: {library} is faster with most batches).",
     ),
     (
         "sparse_mla_layer",
@@ -181,7 +193,8 @@ def headlines() -> str:
         case = next(case for case in cases if case["name"] == name)
         library = library_of(case)
         ratios = [other["ratio"] for other in cases if other["ratio"] and library_of(other) == library]
-        values = {"seconds": case["ms"] / 1e3, "low": min(ratios), "high": max(ratios), "library": library}
+        times = {"seconds": case["ms"] / 1e3, "us": case["ms"] * 1e3}
+        values = {**times, "low": min(ratios), "high": max(ratios), "library": library}
         lines.append("- " + sentence.format(**case, **values))
     return "\n".join(lines) + "\n"
 

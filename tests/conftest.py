@@ -52,15 +52,15 @@ def skip_unless_free(gigabytes: float) -> None:
 
 @pytest.fixture(autouse=True)
 def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For tests marked `gpu_memory(gigabytes)`: so much memory is free before the test, and is freed after it."""
+    """For tests marked `gpu_memory(gigabytes)`: so much memory is free before the test. Much memory is freed after any
+    test, since the tests of other processes may need it."""
     marker = request.node.get_closest_marker("gpu_memory")
-    if marker is None:
-        yield
-        return
-    skip_unless_free(*marker.args)
+    if marker is not None:
+        skip_unless_free(*marker.args)
     yield
-    gc.collect()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 4e9:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
