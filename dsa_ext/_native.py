@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0.dev1"
 _PACKAGE = Path(__file__).parent
 
 
