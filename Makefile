@@ -35,11 +35,11 @@ demo: build
 test: lint
 	$(PY) -m pytest
 
-# The tests that need a Hopper GPU, in several processes: about three minutes. Those that measure times come last, alone.
+# The tests that need a Hopper GPU, in several processes. Those that measure times or need much memory come last, alone.
 PROCESSES ?= 8
 test-gpu: build
-	OMP_NUM_THREADS=2 $(PY) -m pytest -m "gpu and not timing" --numprocesses $(PROCESSES) --dist loadgroup
-	$(PY) -m pytest -m timing
+	OMP_NUM_THREADS=2 $(PY) -m pytest -m "gpu and not timing and not gpu_memory" --numprocesses $(PROCESSES) --maxschedchunk 1
+	$(PY) -m pytest -m "timing or gpu_memory"
 
 bench: build
 	for bench in bench/*/bench_*.py; do $(PY) -m $$(echo $${bench%.py} | tr / .) || exit 1; done

@@ -62,7 +62,7 @@ HEADLINES = (
         "indexer_logits_paged",
         "h64_1x131072_n1",
         "Indexer logits from a paged cache in fp8, 131072 keys, 64 heads: **{us:.1f} µs**, {ratio:.2f} times {peer} "
-        "({low:.2f} to {high:.2f}: {library} is faster with most batches).",
+        "({low:.2f} to {high:.2f}: {library} is faster with most batches of 8 and more).",
     ),
     (
         "sparse_mla_layer",

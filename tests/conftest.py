@@ -28,10 +28,7 @@ def _no_gpu_reason() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.get_closest_marker("gpu_memory"):
-                item.add_marker(pytest.mark.xdist_group("gpu_memory"))  # one after the other, in one process
+    if hasattr(config, "workerinput"):  # one of the processes of pytest-xdist
         items.sort(key=lambda item: item.get_closest_marker("long") is None)
     reason = _no_gpu_reason()
     if reason is None:
