@@ -243,7 +243,10 @@ def parallelize(
 
 
 def _refusal(layer: SparseMLA, weights: tuple[type, ...]) -> str | None:
-    """Why the weights of the projections that are read, of these types, would not do for calls; None if they do."""
+    """Why the layer's options, or the weights of the projections that are read, of these types, would not do for calls;
+    None if they do."""
+    if layer.indexer_loss != "forward":
+        return f"indexer_loss must be 'forward', since ranks add up its value, got {layer.indexer_loss!r}"
     for name in _READ:
         excess = excess_of(operator.attrgetter(name)(layer), weights)
         if excess is not None:

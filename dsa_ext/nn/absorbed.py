@@ -7,7 +7,7 @@ torch.compile decides itself what to keep, so it gets the plain formulas, and so
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from dsa_ext import functional
 from dsa_ext.nn.heads import multiply, multiply_heads, weight_gradient
+from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
 from dsa_ext.nn.rotary import rotated, write_rotated
 from dsa_ext.ops._library import as_autocast, is_transformed, not_differentiable_again
 
@@ -27,6 +28,7 @@ class Absorbed(NamedTuple):
     out: Tensor  # values of the heads [B, S, H, v], or their projection [B, S, columns]
     lse: Tensor  # [B, S, H], without gradient
     distribution: Tensor | None  # attn_dist [B, S, K], without gradient
+    loss: Tensor | None  # of `learner`, the mean over queries
 
 
 class Rope(NamedTuple):
@@ -64,6 +66,7 @@ def absorbed_attention(
     out_weight: Tensor | None = None,
     deterministic: bool = False,
     distribution: bool = False,
+    learner: IndexerTensors | None = None,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> Absorbed:
@@ -79,8 +82,12 @@ def absorbed_attention(
         out_weight: projects the values of all heads [columns, H * v]. They are then not kept either.
         sm_scale, deterministic, starts, ends: see functional.sparse_mla. Causal without `starts` and `ends`.
         distribution: whether to return the attention weights too, summed over heads.
+        learner: tensors of an indexer that learns to predict these weights. Its loss is computed in the backward, which
+            has the weights anyway: until then it is 0.
     """
     heads, kv, out_weight = (as_autocast(t) for t in (heads, kv, out_weight))
+    if learner is not None:
+        learner = IndexerTensors(as_autocast(learner.q), as_autocast(learner.k), learner.weights)
     weights = key_weight.to(heads.dtype), value_weight.to(heads.dtype)
     slots: dict[str, Any] = {"sm_scale": sm_scale, "deterministic": deterministic}
     if is_compiling() or is_transformed():
@@ -88,14 +95,16 @@ def absorbed_attention(
         latent, lse = functional.sparse_mla(
             q, kv, ids, d_v=weights[1].shape[2], return_lse=True, starts=starts, ends=ends, **slots
         )
-        p = None
-        if distribution:
+        p = loss = None
+        if distribution or learner is not None:
             scaled: dict[str, Any] = {"sm_scale": sm_scale, "starts": starts, "ends": ends}
             p = functional.attn_dist(q.detach(), kv.detach(), ids, lse.detach(), **scaled)[:, :, 0]
+        if learner is not None and p is not None:
+            loss = _indexer_loss(learner, ids, p, deterministic, "mean")
         values = multiply_heads(latent, weights[1].mT)
         out = values if out_weight is None else linear(values.flatten(2), out_weight)
-        return Absorbed(out, lse.detach(), p)
-    given = heads, *weights, kv, out_weight
+        return Absorbed(out, lse.detach(), p if distribution else None, loss)
+    given = heads, *weights, kv, out_weight, *(learner or (None,) * 3)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     result = _AbsorbedAttention.apply(*given, ids, *rope, starts, ends, distribution, keep, slots)  # type: ignore[no-untyped-call]
     return Absorbed(*result)
@@ -183,6 +192,9 @@ class _AbsorbedAttention(torch.autograd.Function):
         value_weight: Tensor,
         kv: Tensor,
         out_weight: Tensor | None,
+        index_q: Tensor | None,
+        index_k: Tensor | None,
+        index_weights: Tensor | None,
         ids: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -192,7 +204,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         distribution: bool,
         keep: bool,
         slots: dict[str, Any],
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         heads = heads.contiguous()
         absorption = _Absorption(heads, key_weight, cos, sin, interleaved)
         shape = heads.shape[:2]
@@ -216,56 +228,113 @@ class _AbsorbedAttention(torch.autograd.Function):
             if keep:
                 latents.append(latent)
             del q, latent
+        index = index_q, index_k, index_weights
         ctx.save_for_backward(
-            heads, key_weight, value_weight, kv, out_weight, ids, cos, sin, starts, ends, *latents, *lses
+            heads, key_weight, value_weight, kv, out_weight, *index, ids, cos, sin, starts, ends, *latents, *lses
         )
         ctx.interleaved, ctx.slots = interleaved, slots
         lse, p = _joined(lses, shape), _joined(ps, shape) if distribution else None
         ctx.mark_non_differentiable(*(t for t in (lse, p) if t is not None))
-        return out, lse, p
+        ctx.set_materialize_grads(False)
+        loss = None if index_weights is None else index_weights.new_zeros(())
+        ctx.loss = None if loss is None else loss.data  # the backward writes the value there
+        return out, lse, p, loss
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # checkpointing gives them once
+        dloss = others[-1]
         with torch.no_grad():
-            gradients = _gradients(ctx, dout, saved)
-        gradients = not_differentiable_again("sparse_mla_bwd", gradients, dout, *saved)
+            gradients = _gradients(ctx, dout, dloss, saved)
+        given = [t for t in (dout, dloss) if t is not None]
+        gradients = not_differentiable_again("sparse_mla_bwd", gradients, *given, *saved)
         return *gradients, *(None,) * 9
 
 
-def _gradients(ctx: Any, dout: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-    """Of the heads, the weights of keys and of values, the keys, and the weight of the output."""
-    heads, key_weight, value_weight, kv, out_weight, ids, cos, sin, starts, ends, *results = saved
-    latents, lses = results[: len(results) // 2], results[len(results) // 2 :]  # of all parts
+def _gradients(
+    ctx: Any, dout: Tensor | None, dloss: Tensor | None, saved: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    """Of the heads, the weights of keys and of values, the keys, the weight of the output, and of an indexer that
+    learns."""
+    heads, key_weight, value_weight, kv, out_weight, *saved_index, ids, cos, sin, starts, ends = saved[:13]
+    latents, lses = saved[13 : 13 + (len(saved) - 13) // 2], saved[13 + (len(saved) - 13) // 2 :]  # of all parts
     absorption = _Absorption(heads, key_weight, cos, sin, ctx.interleaved)
     parts = list(_parts(heads, absorption.columns))
     dout_weight = None
-    if ctx.needs_input_grad[4]:
+    if ctx.needs_input_grad[4] and dout is not None:
         dout_weight = _out_weight_gradient(dout, parts, latents, value_weight, out_weight)
-    if not any(ctx.needs_input_grad[:4]):
-        return None, None, None, None, dout_weight
-    dheads = torch.empty_like(heads)
+    attends = dout is not None and any(ctx.needs_input_grad[:4])
+    learner = None
+    if dloss is not None:
+        learner = _Learner(IndexerTensors(*saved_index), dloss, len(parts), ctx.slots["deterministic"])
+    if not attends and learner is None:
+        return *(None,) * 4, dout_weight, *(None,) * 3
+    dheads = torch.empty_like(heads) if attends else None
     dkey_weight, dvalue_weight, dkv = (_Sum(t, len(parts)) for t in (key_weight, value_weight, kv))
     for rows, latent, lse in zip(parts, latents, lses, strict=True):
-        dvalues = rows.of(dout).flatten(0, 1)
-        if out_weight is not None:
-            dvalues = (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))
-        dlatent = torch.empty_like(latent)
-        multiply(dlatent.flatten(0, 1), dvalues, value_weight)
-        if ctx.needs_input_grad[2]:
-            dvalue_weight.add(weight_gradient(dvalues, latent.flatten(0, 1)))
-        q = absorption.queries(rows)
-        dq, dkeys, _ = torch.ops.dsa.sparse_mla_bwd(
-            dlatent, q, kv[rows.batch], latent, lse, rows.of(ids),
-            d_v=value_weight.shape[2], **rows.visible(starts, ends), **ctx.slots,
-        )  # fmt: skip
-        del q, dlatent, dvalues
-        dkv.add(dkeys, rows.batch)
-        absorption.write_gradient(dheads, dq, rows)
-        if ctx.needs_input_grad[1]:
-            dkey_weight.add(absorption.weight_gradient(dq, rows))
-        del dq, dkeys
-    return dheads, *(gradient.result() for gradient in (dkey_weight, dvalue_weight, dkv)), dout_weight
+        listed, visible = rows.of(ids), rows.visible(starts, ends)
+        if dheads is None:
+            options = {"sm_scale": ctx.slots["sm_scale"], "per_head_block": True}
+            dist = functional.attn_dist(absorption.queries(rows), kv[rows.batch], listed, lse, **visible, **options)
+        else:
+            dvalues = rows.of(dout).flatten(0, 1)
+            if out_weight is not None:
+                dvalues = (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))
+            dlatent = torch.empty_like(latent)
+            multiply(dlatent.flatten(0, 1), dvalues, value_weight)
+            if ctx.needs_input_grad[2]:
+                dvalue_weight.add(weight_gradient(dvalues, latent.flatten(0, 1)))
+            q = absorption.queries(rows)
+            dq, dkeys, _, dist = torch.ops.dsa.sparse_mla_bwd(
+                dlatent, q, kv[rows.batch], latent, lse, listed,
+                d_v=value_weight.shape[2], return_dist=learner is not None, **visible, **ctx.slots,
+            )  # fmt: skip
+            del q, dlatent, dvalues
+            dkv.add(dkeys, rows.batch)
+            absorption.write_gradient(dheads, dq, rows)
+            if ctx.needs_input_grad[1]:
+                dkey_weight.add(absorption.weight_gradient(dq, rows))
+            del dq, dkeys
+        if learner is not None:
+            learner.learn(rows, listed, dist.sum(0)[:, :, 0])
+    of_attention = dheads, *(gradient.result() for gradient in (dkey_weight, dvalue_weight, dkv)), dout_weight
+    if learner is None:
+        return *of_attention, *(None,) * 3
+    ctx.loss.copy_(learner.loss)
+    return *of_attention, *learner.gradients()
+
+
+class _Learner:
+    """The value and the gradients of an indexer's loss, from the attention's weights of one part of the queries after
+    another."""
+
+    def __init__(self, tensors: IndexerTensors, dloss: Tensor, parts: int, deterministic: bool) -> None:
+        self.tensors, self.deterministic = tensors, deterministic
+        self.queries = max(1, tensors.q.shape[:2].numel())
+        self.factor = dloss / self.queries
+        self.dq, self.dweights = torch.empty_like(tensors.q), torch.empty_like(tensors.weights)
+        self.dk = _Sum(tensors.k, parts)
+        self.loss = torch.zeros_like(dloss)
+
+    def learn(self, rows: _Queries, ids: Tensor, p: Tensor) -> None:
+        q, k, weights = self.tensors
+        with torch.enable_grad():
+            given = IndexerTensors(*(t.detach().requires_grad_() for t in (rows.of(q), k[rows.batch], rows.of(weights))))
+            loss = _indexer_loss(given, ids, p, self.deterministic, "sum")
+        dq, dk, dweights = torch.autograd.grad(loss, given, self.factor)
+        rows.of(self.dq).copy_(dq)
+        rows.of(self.dweights).copy_(dweights)
+        self.dk.add(dk, rows.batch)
+        self.loss += loss.detach() / self.queries
+
+    def gradients(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        return self.dq, self.dk.result(), self.dweights
+
+
+def _indexer_loss(
+    tensors: IndexerTensors, ids: Tensor, p: Tensor, deterministic: bool, reduction: Literal["mean", "sum"]
+) -> Tensor:
+    return functional.indexer_loss(scores_of_keys(tensors, ids[:, :, 0], deterministic), p, reduction=reduction)
 
 
 def _out_weight_gradient(

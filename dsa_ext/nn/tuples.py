@@ -11,7 +11,7 @@ class SparseMLAOutput(NamedTuple):
     Attributes:
         out: [B, S, hidden_size].
         indexer_loss: the mean over queries, a scalar; None in the dense phase, with `ids` or a cache, and when
-            gradients are disabled.
+            gradients are disabled. With indexer_loss="deferred" it is 0 until the backward has run.
         ids: of the selected keys, int32 [B, S, topk]; None unless the phase is "sparse".
     """
 

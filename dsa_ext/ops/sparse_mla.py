@@ -87,14 +87,21 @@ def _check_dist(a: Args) -> None:
 
 def _fake_bwd(a: Args) -> tuple[Tensor, ...]:
     d_sink = a.q.new_empty(0, dtype=torch.float32) if a.attn_sink is None else a.attn_sink.new_empty(a.attn_sink.shape)
-    return a.q.new_empty(a.q.shape), a.kv.new_empty(a.kv.shape), d_sink
+    dist = _empty_dist(a, (_head_blocks(a), *a.indices.shape) if a.return_dist else (0,))
+    return a.q.new_empty(a.q.shape), a.kv.new_empty(a.kv.shape), d_sink, dist
+
+
+def _head_blocks(a: Args) -> int:
+    return -(-(a.q.shape[2] // a.kv.shape[2]) // HEADS_PER_BLOCK)
+
+
+def _empty_dist(a: Args, shape: tuple[int, ...]) -> Tensor:
+    result: Tensor = a.q.new_empty(shape, dtype=compute_dtype(a.q))
+    return result
 
 
 def _fake_dist(a: Args) -> Tensor:
-    blocks = -(-(a.q.shape[2] // a.kv.shape[2]) // HEADS_PER_BLOCK)
-    shape = (blocks, *a.indices.shape) if a.per_head_block else a.indices.shape
-    result: Tensor = a.q.new_empty(shape, dtype=compute_dtype(a.q))
-    return result
+    return _empty_dist(a, (_head_blocks(a), *a.indices.shape) if a.per_head_block else a.indices.shape)
 
 
 def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Tensor | None]:
@@ -102,7 +109,7 @@ def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Te
         dout = torch.zeros_like(a.out)
     slots = (a.causal, a.q_start, a.positions_per_key, a.topk_length, a.starts, a.ends)
     options = (a.sm_scale, a.d_v, *slots, a.attn_sink, dlse, a.deterministic)
-    dq, dkv, d_sink = torch.ops.dsa.sparse_mla_bwd(dout, a.q, a.kv, a.out, a.lse, a.indices, *options)
+    dq, dkv, d_sink, _ = torch.ops.dsa.sparse_mla_bwd(dout, a.q, a.kv, a.out, a.lse, a.indices, *options)
     return {"q": dq, "kv": dkv, "attn_sink": None if a.attn_sink is None else d_sink}
 
 
@@ -190,8 +197,8 @@ Operator(
 )
 Operator(
     "sparse_mla_bwd(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, Tensor indices, float? sm_scale=None, "
-    f"SymInt d_v=512, {_SLOTS}, Tensor? attn_sink=None, Tensor? dlse=None, bool deterministic=False) -> "
-    "(Tensor dq, Tensor dkv, Tensor d_sink)",
+    f"SymInt d_v=512, {_SLOTS}, Tensor? attn_sink=None, Tensor? dlse=None, bool deterministic=False, "
+    "bool return_dist=False) -> (Tensor dq, Tensor dkv, Tensor d_sink, Tensor dist)",
     check=_check_bwd,
     fake=_fake_bwd,
     reference=reference.sparse_mla_bwd,

@@ -175,8 +175,10 @@ def sparse_mla_bwd(
     ends: Tensor | None = None,
     attn_sink: Tensor | None = None,
     dlse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sparse_mla_fwd: dq and dkv like q and kv, d_sink [H] in fp32 (empty without a sink).
+    return_dist: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of sparse_mla_fwd: dq and dkv like q and kv, d_sink [H] in fp32 (empty without a sink). And with
+    `return_dist` what attn_dist returns with `per_head_block` (empty without).
 
     `dout` [B, S, H, d_v] and `dlse` [B, S, H] are the incoming gradients of its two results `out` and `lse`.
 
@@ -215,7 +217,11 @@ def sparse_mla_bwd(
         d_sink = q.new_empty(0, dtype=torch.float32)
     else:
         d_sink = ((share - 1) * delta).sum((0, 1)).to(attn_sink.dtype)
-    return dq, dkv, d_sink
+    dist = q.new_empty(0, dtype=dtype)
+    if return_dist:
+        slots = (causal, q_start, positions_per_key, topk_length, starts, ends)
+        dist = attn_dist(q, kv, indices, lse, sm_scale, *slots, per_head_block=True)
+    return dq, dkv, d_sink, dist
 
 
 def attn_dist(

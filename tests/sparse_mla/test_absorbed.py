@@ -12,6 +12,7 @@ from dsa_ext import functional
 from dsa_ext.nn import absorbed
 from dsa_ext.nn.absorbed import Rope, absorbed_attention, absorbed_queries
 from dsa_ext.nn.heads import multiply_heads
+from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
 from dsa_ext.nn.projections import is_plain
 
 BATCH, SEQ, HEADS, NOPE, LATENT, ROPE, V, SLOTS = 3, 11, 3, 8, 512, 64, 16, 6
@@ -51,10 +52,49 @@ def test_parts(queries: int, bounded: bool, monkeypatch: pytest.MonkeyPatch) -> 
     got = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, distribution=True, **visible)
     assert not got.lse.requires_grad
     assert not got.distribution.requires_grad
-    torch.testing.assert_close(tuple(got), expected)
+    torch.testing.assert_close((got.out, got.lse, got.distribution), expected)
     dout = torch.linspace(-1, 1, expected[0].numel(), dtype=torch.float64).view(expected[0].shape)
     gradients = [torch.autograd.grad(values, leaves, dout) for values in (got.out, expected[0])]
     torch.testing.assert_close(*gradients)
+
+
+def make_learner() -> IndexerTensors:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (BATCH, SEQ, 8, 64), (BATCH, SEQ, 64), (BATCH, SEQ, 8)
+    tensors = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return IndexerTensors(*(t.requires_grad_() for t in tensors))
+
+
+@pytest.mark.parametrize("queries", [1, 4, SEQ, BATCH * SEQ])
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_deferred_loss(queries: int, bounded: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its value, which is there after the backward, and its gradients, with the factor that reaches it."""
+    monkeypatch.setattr(absorbed, "_BYTES", queries * HEADS * (LATENT + ROPE) * 8)
+    (leaves, ids, rope), learner = make_inputs(), make_learner()
+    row = torch.arange(SEQ, dtype=torch.int32).expand(BATCH, SEQ)
+    visible = {"starts": row // 3, "ends": row + 2} if bounded else {}
+    if frozen:
+        leaves = [t.detach() for t in leaves]
+    out, _, p = plain(leaves, ids, rope, **visible)
+    loss = functional.indexer_loss(scores_of_keys(learner, ids[:, :, 0]), p)
+    got = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, learner=learner, **visible)
+    assert got.loss == 0
+    assert got.distribution is None
+    wanted = [*([] if frozen else leaves), *learner]
+    totals = [o.sin().sum() + 0.3 * value for o, value in ((out, loss), (got.out, got.loss))]
+    torch.testing.assert_close(*(torch.autograd.grad(total, wanted) for total in totals))
+    torch.testing.assert_close(got.loss, loss)
+
+
+@pytest.mark.parametrize("used", ["out", "loss"])
+def test_a_deferred_loss_and_an_output_that_no_gradient_reaches(used: str) -> None:
+    (leaves, ids, rope), learner = make_inputs(), make_learner()
+    got = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, learner=learner)
+    total = got.out.sum() if used == "out" else got.loss
+    gradients = torch.autograd.grad(total, [*leaves, *learner], allow_unused=True)
+    assert [g is not None and bool(g.any()) for g in gradients] == [used == "out"] * 4 + [used == "loss"] * 3
+    assert (got.loss > 0) == (used == "loss")
 
 
 def test_what_is_kept() -> None:

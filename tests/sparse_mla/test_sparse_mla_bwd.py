@@ -53,7 +53,7 @@ class Reference(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         q, kv, indices, sink, out, lse = ctx.saved_tensors
-        dq, dkv, d_sink = reference.sparse_mla_bwd(
+        dq, dkv, d_sink, _ = reference.sparse_mla_bwd(
             dout, q, kv, out, lse, indices, attn_sink=sink, dlse=dlse, **ctx.options
         )
         return dq, dkv, None, d_sink if sink is not None else None, None
@@ -69,7 +69,7 @@ def test_gradients_match_autograd_of_dense_attention() -> None:
     torch.testing.assert_close(out, dense)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     expected = torch.autograd.grad((dense, scores.logsumexp(-1)), (q, kv), (dout, dlse))
-    dq, dkv, d_sink = reference.sparse_mla_bwd(
+    dq, dkv, d_sink, _ = reference.sparse_mla_bwd(
         dout, q.detach(), kv.detach(), out, lse, indices, causal=False, dlse=dlse
     )
     torch.testing.assert_close((dq, dkv), expected)
@@ -125,16 +125,35 @@ def test_native_checks_end_at_the_device() -> None:
 @pytest.mark.parametrize("sink", [False, True])
 def test_fake_tensors_on_a_cuda_device(sink: bool) -> None:
     args = arguments() if sink else arguments(attn_sink=None)
-    dq, dkv, d_sink = fake(**args)
+    dq, dkv, d_sink, dist = fake(**args)
+    assert (dist.shape, dist.dtype) == ((0,), torch.float32)
     assert (dq.shape, dq.dtype, dq.device.type) == ((B, S, H, D), torch.bfloat16, "cuda")
     assert (dkv.shape, dkv.dtype) == ((B, S_KV, G, D), torch.bfloat16)
     assert (d_sink.shape, d_sink.dtype) == ((H,) if sink else (0,), torch.float32)
+
+
+@pytest.mark.parametrize("heads", [8, 64, 65])
+@pytest.mark.parametrize("sink", [False, True])
+def test_dist(heads: int, sink: bool) -> None:
+    """What attn_dist gives for each block of heads, also where a sink takes a share of the attention."""
+    torch.manual_seed(0)
+    q, kv = torch.randn(B, S, heads, D), torch.randn(B, S_KV, G, D)
+    indices = torch.randint(-1, S_KV, (B, S, G, 7), dtype=torch.int32)
+    attn_sink = torch.randn(heads) if sink else None
+    q, kv = q.bfloat16(), kv.bfloat16()
+    out, lse = torch.ops.dsa.sparse_mla_fwd(q, kv, indices, attn_sink=attn_sink)
+    saved = torch.randn_like(out), q, kv, out, lse, indices
+    *gradients, dist = OP(*saved, attn_sink=attn_sink, return_dist=True)
+    assert torch.equal(dist, torch.ops.dsa.attn_dist(q, kv, indices, lse, per_head_block=True))
+    assert fake(*saved, attn_sink=attn_sink, return_dist=True)[3].shape == dist.shape == (-(-heads // 64), B, S, G, 7)
+    torch.testing.assert_close((*gradients,), OP(*saved, attn_sink=attn_sink)[:3])
 
 
 def test_opcheck() -> None:
     args = arguments()
     positional = [args.pop(name) for name in TENSORS]
     torch.library.opcheck(OP, positional, args)
+    torch.library.opcheck(OP, positional, {"return_dist": True})
     torch.library.opcheck(OP, positional, {"deterministic": True, "causal": False})
 
 

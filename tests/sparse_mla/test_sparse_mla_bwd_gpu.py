@@ -32,14 +32,32 @@ def normal(like: Tensor, seed: int = 1) -> Tensor:
 
 
 def check(
-    q: Tensor, kv: Tensor, indices: Tensor, *, with_dlse: bool = False, deterministic: bool = False, **options: Any
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    with_dlse: bool = False,
+    deterministic: bool = False,
+    return_dist: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse = FWD(q, kv, indices, **options)
     dout, dlse = normal(out), normal(lse, 2) if with_dlse else None
-    got = OP(dout, q, kv, out, lse, indices, **options, dlse=dlse, deterministic=deterministic)
-    assert all(tensor.is_contiguous() for tensor in got)
+    modes = {"deterministic": deterministic, "return_dist": return_dist}
+    *got, dist = OP(dout, q, kv, out, lse, indices, **options, dlse=dlse, **modes)
+    assert all(tensor.is_contiguous() for tensor in (*got, dist))
+    if return_dist:
+        check_dist(dist, q, kv, indices, lse, **options)
     backward_errors(got, dout, q, kv, out, lse, indices, dlse, **options).check()
     return got
+
+
+def check_dist(dist: Tensor, q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor, **options: Any) -> None:
+    """Each term of the sums is rounded to bf16."""
+    options.pop("attn_sink", None)
+    expected = torch.ops.dsa.attn_dist(q, kv, indices, lse, **options, per_head_block=True)
+    assert dist.shape == expected.shape
+    torch.testing.assert_close(dist, expected, rtol=2**-8, atol=1e-30)
 
 
 AXES: dict[str, list[Any]] = {
@@ -61,6 +79,7 @@ AXES: dict[str, list[Any]] = {
     "spoiled": [False, True],
     "dlse": [False, True],
     "deterministic": [False, True],
+    "dist": [False, True],
 }
 
 
@@ -90,7 +109,8 @@ def test_random_cases(case: dict[str, Any]) -> None:
         options["topk_length"] = torch.randint(-1, topk + 3, (batch, seq), dtype=torch.int32, device=DEVICE)
     if case["sink"]:
         options["attn_sink"] = torch.linspace(-3, 3, heads, device=DEVICE)
-    check(inputs.q, inputs.kv, indices, with_dlse=case["dlse"], deterministic=case["deterministic"], **options)
+    modes = {"deterministic": case["deterministic"], "return_dist": case["dist"]}
+    check(inputs.q, inputs.kv, indices, with_dlse=case["dlse"], **modes, **options)
 
 
 @both_modes
@@ -99,6 +119,22 @@ def test_many_queries_share_keys(deterministic: bool) -> None:
     inputs = make_inputs(1, 700, 15000, 64, 1, 256, device=DEVICE)
     near = (inputs.indices % 300).sort(-1).values
     check(inputs.q, inputs.kv, near, causal=False, deterministic=deterministic)
+
+
+@both_modes
+@pytest.mark.parametrize(("seq", "s_kv", "heads"), [(300, 3000, 128), (3, 40000, 64), (140, 30000, 100), (600, 9000, 16)])
+def test_dist(seq: int, s_kv: int, heads: int, deterministic: bool) -> None:
+    """Queries that are split by keys, that begin with different tiles, and whose lists are merged; repeatable."""
+    i = make_inputs(1, seq, s_kv, heads, 1, 700, device=DEVICE)
+    i.indices[:, :: max(1, seq // 5), :, 64:256] = -1
+    indices = i.indices.sort(-1).values if heads == 16 else i.indices
+    check(i.q, i.kv, indices, causal=False, deterministic=deterministic, return_dist=True)
+    out, lse = FWD(i.q, i.kv, indices, causal=False)
+    calls = [
+        OP(normal(out), i.q, i.kv, out, lse, indices, causal=False, deterministic=deterministic, return_dist=True)
+        for _ in range(3)
+    ]
+    assert all(torch.equal(call[3], calls[0][3]) for call in calls)
 
 
 @both_modes
@@ -131,7 +167,7 @@ def test_keys_that_nobody_selected(deterministic: bool) -> None:
     visible = reference.sparse_mla.visible_slots(indices, 500, False, 0, 1, None)
     poisoned = poison_unselected(inputs.kv, indices, visible)
     out, lse = FWD(inputs.q, poisoned, indices, causal=False)
-    dq, dkv, _ = OP(normal(out), inputs.q, poisoned, out, lse, indices, causal=False, deterministic=deterministic)
+    dq, dkv, *_ = OP(normal(out), inputs.q, poisoned, out, lse, indices, causal=False, deterministic=deterministic)
     assert dq.isfinite().all()
     assert dkv.isfinite().all()
     assert (dkv[poisoned.isnan() | poisoned.isinf()] == 0).all()
@@ -152,7 +188,7 @@ def test_what_is_not_finite_is_seen(where: str, value: float, deterministic: boo
     dout = normal(out)
     if where == "dout":
         dout[0, 3, 5, 7] = value
-    dq, dkv, _ = OP(
+    dq, dkv, *_ = OP(
         dout, tensors["q"], tensors["kv"], out, lse, inputs.indices, causal=False, deterministic=deterministic
     )
     concerned = torch.zeros(400, dtype=torch.bool, device=DEVICE)
@@ -174,7 +210,7 @@ def test_missing_heads_add_nothing_to_infinite_keys(heads: int, deterministic: b
     q, kv = inputs.q.abs(), inputs.kv.clone()
     kv[0, int(inputs.indices[0, 3, 0, 4]), 0, 570] = -math.inf  # so are all its scores
     out, lse = FWD(q, kv, inputs.indices, causal=False)
-    _, dkv, _ = OP(normal(out), q, kv, out, lse, inputs.indices, causal=False, deterministic=deterministic)
+    _, dkv, *_ = OP(normal(out), q, kv, out, lse, inputs.indices, causal=False, deterministic=deterministic)
     assert dkv.isfinite().all()
 
 
@@ -403,7 +439,7 @@ def test_more_than_2_to_the_31_key_elements(deterministic: bool) -> None:
     out, lse = FWD(inputs.q, inputs.kv, inputs.indices, causal=False)
     args = {"causal": False, "deterministic": deterministic}
     expected = OP(normal(out), inputs.q, inputs.kv, out, lse, inputs.indices, **args)
-    dq, dkv, _ = OP(normal(out), inputs.q, kv, out, lse, far, **args)
+    dq, dkv, *_ = OP(normal(out), inputs.q, kv, out, lse, far, **args)
     # Tiles are in another order when the sums fit in L2.
     torch.testing.assert_close(dq, expected[0], atol=1e-2, rtol=1e-2)
     near = torch.cat([dkv[:, :500], dkv[:, -500:]], dim=1)

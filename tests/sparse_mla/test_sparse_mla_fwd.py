@@ -91,7 +91,7 @@ def test_unselected_rows_may_hold_anything(s_kv: int) -> None:
     clean = reference.sparse_mla_fwd(q, kv, indices, d_v=D_V)
     results = reference.sparse_mla_fwd(q, poisoned, indices, d_v=D_V)
     assert all(torch.equal(a, b) for a, b in zip(results, clean, strict=True))
-    dq, dkv, _ = reference.sparse_mla_bwd(torch.ones_like(clean[0]), q, poisoned, *clean, indices)
+    dq, dkv, *_ = reference.sparse_mla_bwd(torch.ones_like(clean[0]), q, poisoned, *clean, indices)
     assert dq.isfinite().all()
     assert dkv.isfinite().all()
 
@@ -101,7 +101,7 @@ def test_a_nan_query_spoils_only_its_own_row_and_keys() -> None:
     q[0, 0] = math.nan
     indices = torch.tensor([[1, 2, -1], [3, -1, 4]], dtype=torch.int32).view(1, 2, 1, 3)
     out, lse = reference.sparse_mla_fwd(q, kv, indices, d_v=D_V, causal=False)
-    _, dkv, _ = reference.sparse_mla_bwd(torch.ones_like(out), q, kv, out, lse, indices, causal=False)
+    _, dkv, *_ = reference.sparse_mla_bwd(torch.ones_like(out), q, kv, out, lse, indices, causal=False)
     assert out[0, 1].isfinite().all()
     assert dkv[0, 1:3].isnan().any()
     assert dkv[0, [0, *range(3, 16)]].isfinite().all()
@@ -143,7 +143,7 @@ def test_random_edges(data: st.DataObject) -> None:
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
     del options["d_v"]
-    dq, dkv, _ = reference.sparse_mla_bwd(torch.ones_like(out), inputs.q, inputs.kv, out, lse, indices, **options)
+    dq, dkv, *_ = reference.sparse_mla_bwd(torch.ones_like(out), inputs.q, inputs.kv, out, lse, indices, **options)
     assert dq.shape == inputs.q.shape
     assert dkv.shape == inputs.kv.shape
     assert dq.isfinite().all()

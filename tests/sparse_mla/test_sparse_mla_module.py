@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from dsa_ext.nn import LightningIndexer, SparseMLA, SparseMLAOutput, apply_rope
 
@@ -106,6 +107,40 @@ def test_each_loss_trains_its_own_part(phase: Any) -> None:
     layer(x).out.square().sum().backward()
     for name, parameter in layer.named_parameters():
         assert (parameter.grad is None) == name.startswith("indexer."), name
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_deferred_loss(checkpointed: bool) -> None:
+    """The same gradients, and the same value once the backward has run."""
+    results = []
+    for where in ("forward", "deferred"):
+        layer, x = make_layer(indexer_loss=where), make_input().requires_grad_()
+        out, loss, _ = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        assert (loss == 0) == (where == "deferred")
+        (out.square().sum() + 0.3 * loss).backward()
+        results.append([loss, x.grad, *(parameter.grad for parameter in layer.parameters())])
+    torch.testing.assert_close(*results)
+
+
+def test_a_deferred_loss_in_compiled_code_and_transforms() -> None:
+    """Is computed in the forward."""
+    layer, x = make_layer(indexer_loss="deferred"), make_input()
+    expected = make_layer()(x).indexer_loss
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x).indexer_loss, expected)
+    parameters = dict(layer.named_parameters())
+
+    def loss_of(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layer, parameters, (x,)).indexer_loss
+
+    gradients, loss = torch.func.grad_and_value(loss_of)(parameters)
+    torch.testing.assert_close(loss, expected)
+    assert gradients["indexer.wk.weight"].any()
+
+
+def test_errors_of_indexer_loss() -> None:
+    with pytest.raises(ValueError, match="indexer_loss must be 'forward' or 'deferred', got 'later'"):
+        make_layer(indexer_loss="later")
 
 
 def test_no_loss_without_gradients() -> None:

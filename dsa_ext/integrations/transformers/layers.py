@@ -185,7 +185,7 @@ def _attend(
     slots: Any = {"starts": bounds.starts, "ends": bounds.ends, "sm_scale": layer.scaling}
     rope = Rope(cos[:, :, None], sin[:, :, None], interleaved=True)
     out_weight = plain_weight(layer.o_proj)
-    out, _, p = absorbed_attention(
+    out, _, p, _ = absorbed_attention(
         heads, key_weight, value_weight, kv, listed, rope,
         out_weight=out_weight, deterministic=options.deterministic, distribution=trains and tensors is not None,
         **slots,

@@ -94,7 +94,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     d_v = args.pop("d_v")
     q, kv, indices, dout, out, lse = (args[name] for name in ("q", "kv", "indices", "dout", "out", "lse"))
     sink, dlse, scale, visible = args["attn_sink"], args["dlse"], _scale_of(args), visible_slots(args)
-    dq, dkv, d_sink = reference.sparse_mla_bwd(**args)
+    dq, dkv, d_sink, _ = reference.sparse_mla_bwd(**args)
 
     share = sparse_mla.share_after_sink(lse, sink)
     share_noise = share * (1 - share) * FP32_RESOLUTION * (16 + 4 * lse.abs().nan_to_num(0, 0, 0))

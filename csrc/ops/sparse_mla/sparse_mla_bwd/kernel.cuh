@@ -35,7 +35,7 @@
 
 namespace dsa::sparse_mla_bwd {
 
-template <Config kC, bool kDeterministic>
+template <Config kC, bool kDeterministic, bool kDist>
 __device__ __forceinline__ void run_roles(const Params& p, const MapsOf<kC>& maps) {
   extern __shared__ __align__(1024) char shared_bytes_[];
   SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);
@@ -56,6 +56,10 @@ __device__ __forceinline__ void run_roles(const Params& p, const MapsOf<kC>& map
     barrier_init(&shared.probs_read, kThreads);
     fence_barrier_init();
   }
+  if constexpr (kDist) {
+    if (threadIdx.x < kOnes) shared.ones[threadIdx.x] = Bf16(1.f);
+    fence_async_proxy();
+  }
   __syncthreads();
 
   constexpr int kStart = kMaxRegisters / 3;
@@ -67,22 +71,22 @@ __device__ __forceinline__ void run_roles(const Params& p, const MapsOf<kC>& map
     accumulate<kC, true, kDeterministic>(shared, p, maps, thread);
   } else {
     set_registers<kC.registers[kScoreRole], kStart>();
-    score<kC, kDeterministic>(shared, p, item, maps, thread);
+    score<kC, kDeterministic, kDist>(shared, p, item, maps, thread);
   }
 }
 
-template <int kConfig, bool kDeterministic>
+template <int kConfig, bool kDeterministic, bool kDist>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_mla_bwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap dout_map, const __grid_constant__ CUtensorMap dq_map) {
-  run_roles<kConfigs[kConfig], kDeterministic>(p, {q_map, dout_map, dq_map});
+  run_roles<kConfigs[kConfig], kDeterministic, kDist>(p, {q_map, dout_map, dq_map});
 }
 
 template <int kConfig>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_mla_bwd_merged_kernel(const __grid_constant__ Params p, const __grid_constant__ MergedMaps maps) {
   if (blockIdx.x >= ItemPlan<true>(p).ctas()) return;
-  run_roles<kConfigs[kConfig], false>(p, maps);
+  run_roles<kConfigs[kConfig], false, false>(p, maps);
 }
 
 }  // namespace dsa::sparse_mla_bwd

@@ -51,8 +51,11 @@ const char* launch_config(const Params& p, int64_t ctas, cudaStream_t stream) {
                                                                 maps);
   } else {
     if (error != nullptr) return error;
-    return launch_kernel<sparse_mla_bwd_kernel<kConfig, kDeterministic>>(p.device, unsigned(ctas), kThreads, kBytes,
-                                                                         stream, p, query.q, query.dout, query.dq);
+    const auto launch = [&](auto with_dist) {
+      return launch_kernel<sparse_mla_bwd_kernel<kConfig, kDeterministic, with_dist>>(
+          p.device, unsigned(ctas), kThreads, kBytes, stream, p, query.q, query.dout, query.dq);
+    };
+    return p.dist == nullptr ? launch(std::false_type{}) : launch(std::true_type{});
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "ops/shared/key_sums/buffers.h"
 #include "ops/shared/merged_lists/buffers.h"
+#include "ops/sparse_mla/attn_dist/params.h"
 #include "ops/sparse_mla/inputs.h"
 #include "ops/sparse_mla/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla/sparse_mla_bwd/params.h"
@@ -21,12 +22,12 @@ using namespace dsa::sparse_mla;
 constexpr int64_t kKeepApart = 32 << 20, kPrefetch = 192 << 20;
 constexpr char kOp[] = "dsa::sparse_mla_bwd";
 
-std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse,
+std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse,
                                                   Tensor indices, std::optional<double> sm_scale, int64_t d_v,
                                                   bool causal, int64_t q_start, int64_t positions_per_key,
                                                   std::optional<Tensor> topk_length, std::optional<Tensor> starts,
                                                   std::optional<Tensor> ends, std::optional<Tensor> attn_sink,
-                                                  std::optional<Tensor> dlse, bool deterministic) {
+                                                  std::optional<Tensor> dlse, bool deterministic, bool return_dist) {
   const Options options{sm_scale, d_v, causal, q_start, positions_per_key, topk_length, starts, ends, attn_sink};
   check_inputs(kOp, q, kv, indices, options);
   const int64_t batch = q.size(0), seq_q = q.size(1), heads = q.size(2), d_qk = q.size(3);
@@ -55,6 +56,10 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
   Tensor d_sink = empty({attn_sink ? heads : 0}, ScalarType::Float, call.index);
   Tensor sink_terms = empty({attn_sink ? batch * seq_q * heads : 0}, ScalarType::Float, call.index);
   Tensor finished = empty({1}, ScalarType::Int, call.index);
+  Tensor dist = return_dist
+                    ? empty({head_blocks(heads, groups), batch, seq_q, groups, indices.size(3)}, ScalarType::Float,
+                            call.index)
+                    : empty({0}, ScalarType::Float, call.index);
 
   Params params{problem_of(q, kv, indices, options, call)};
   params.dout = dout.data_ptr();
@@ -108,8 +113,21 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor 
     params.prefetch_sums = sum_bytes > kPrefetch;
   }
 
+  if (dist.numel() > 0) {
+    // The main kernel has P of one query's heads, unless a sink is part of it.
+    if (heads == 0 || !(params.merged || attn_sink)) {
+      zero_(dist);
+      params.dist = static_cast<float*>(dist.data_ptr());
+    } else {
+      const listed_keys::Params sums{params,     params.lse,         int64_t{seq_q} * heads,
+                                     heads,      1,                  static_cast<float*>(dist.data_ptr()),
+                                     false,      /*per_head_block=*/true};
+      call.check(attn_dist::launch(sums, call.stream()));
+    }
+  }
+
   call.check(launch(params, call.stream()));
-  return {dq, dkv_buffers.front(), d_sink};
+  return {dq, dkv_buffers.front(), d_sink, dist};
 }
 
 }  // namespace

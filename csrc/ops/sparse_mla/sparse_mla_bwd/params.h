@@ -18,6 +18,7 @@ struct Params : sparse_mla::Problem {
   float* d_sink;      // [heads] with a sink, else null
   float* dq_parts;    // fp32 [items beyond whole_items, parts, kBlockHeads, d_qk]
   float* sink_terms;  // like lse with a sink, else null: each row's term of d_sink
+  float* dist;        // [head blocks, batch, seq_q, groups, topk], zero: P summed over the heads of a block; or null
   int* finished;      // [1]: number of finished CTAs; null if no CTA waits for others
 
   // dkv [batch, seq_kv, groups, d_qk]. Slots: those of one launch's queries and groups; rows: one per item and slot.

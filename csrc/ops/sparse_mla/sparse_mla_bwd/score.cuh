@@ -103,7 +103,40 @@ __device__ __forceinline__ void wait_for_earlier_waves(const Params& p) {
   while (*static_cast<const volatile int*>(p.finished) < enough && clock64() - start < kMaxWaitClocks) __nanosleep(100);
 }
 
-template <Config kC, bool kDeterministic>
+// Sums of P over the heads of a tile's rows, one for each key: the product of P^T and a matrix of ones, whose columns
+// are all the same.
+template <Config kC>
+struct KeySums {
+  float r_sums[4];
+
+  // Issues and commits the product. P has been written.
+  __device__ __forceinline__ void multiply(SharedStorage<kC>& shared, int thread) {
+    using namespace cute;
+    using Atom = SM90_64x8x16_F32BF16BF16_SS<GMMA::Major::MN, GMMA::Major::K>;
+    Tensor s_p = make_tensor(make_smem_ptr(shared.probs), ColumnsByRows<kBlockK>{});
+    Tensor r_p = Tiled<Atom>{}.get_slice(thread).partition_fragment_A(s_p);
+    GmmaDescriptor ones;  // without strides: all of its 8 x 8 matrices are the same
+    ones.desc_ = 0;
+    ones.bitfield.start_address_ = shared_address(shared.ones) >> 4;
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < size<2>(r_p); ++k) {
+      Atom::fma(r_p(0, 0, k).desc_, ones.desc_, r_sums[0], r_sums[1], r_sums[2], r_sums[3],
+                k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
+    }
+    warpgroup_commit_batch();
+  }
+
+  // Writes the sums of tile j. The product is complete.
+  __device__ __forceinline__ void write(const SharedStorage<kC>& shared, int j, int warp, int lane) {
+    for (float& sum : r_sums) cute::warpgroup_fence_operand(sum);
+    const int second = lane % 4;  // of the two rows that a quad has
+    const int slot = shared.place.slot_of_tile(j) + warp * 16 + lane / 4 + 8 * second;
+    if (second < 2 && slot < shared.place.slots) __stcs(shared.place.g_dist + slot, second ? r_sums[2] : r_sums[0]);
+  }
+};
+
+template <Config kC, bool kDeterministic, bool kDist>
 __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, const ItemOf<kC>& item,
                                       const MapsOf<kC>& maps, int thread) {
   using namespace cute;
@@ -177,7 +210,10 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       fence_async_proxy();
       arrive(&shared.probs_written);
       wait(&shared.probs_written, parity);
+      [[maybe_unused]] KeySums<kC> sums;
+      if constexpr (kDist) sums.multiply(shared, thread);
       add_key_gradients<kC, kScoreRole, kDeterministic>(shared, p, j, thread);
+      if constexpr (kDist) sums.write(shared, j, warp, lane);
     } else {
       wait(&shared.probs_read, parity ^ 1);
       arrive(&shared.probs_written);
