@@ -130,6 +130,7 @@ COLUMNS: dict[str, Callable[[Case], str]] = {
         "peer_parts_ms", lambda peers: f"{time(sum(peers.values()))}: {times_of(peers)}"
     ),
     "relative time": versus,
+    "speedup": given("speedup", "{:.2f}".format),
     "workspace": given("extra_mb", "{:.0f} MB".format),
     "peak memory": given("peak_mb", gigabytes),
     "peer's peak memory": given("peer_peak_mb", gigabytes),

@@ -103,10 +103,11 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "gated_fusion/launch": Kernels(
             "gated_fusion_[fb]wd_kernel", 2 * 2 * 2, 256, ("LDG.E.128", "MUFU.EX2", "STG.E.128")
         ),
-        # One kernel adds to sums, another stores rows; with merged lists only the former.
+        # One kernel adds to sums, another stores rows; both without and with sums of P. With merged lists only the
+        # first.
         "sparse_mla_bwd/launch": Kernels(
             "sparse_mla_bwd_(merged_)?kernel",
-            sum(1 if merged else 2 for *_, merged in bwd.configs),
+            sum(1 if merged else 4 for *_, merged in bwd.configs),
             bwd.threads,
             (*MLA, "REDG"),
             bwd_others,

@@ -34,7 +34,7 @@ FEW = {"d_sink", "loss", "dalpha", "dbias", "lse", "max_logits", "dh_res"}
 def call(op: str) -> tuple[Args, list[Tensor]]:
     args = ORDINARY[op](**SIZES.get(op, {}))
     if op == "sparse_mla_bwd":
-        args = with_forward(op, {**args, "attn_sink": torch.linspace(-3, 3, args["q"].shape[2])})
+        args = with_forward(op, {**args, "attn_sink": torch.linspace(-3, 3, args["q"].shape[2]), "return_dist": True})
     results = getattr(torch.ops.dsa, op)(**args)
     return args, [results] if isinstance(results, Tensor) else list(results)
 

@@ -319,7 +319,9 @@ class _Learner:
     def learn(self, rows: _Queries, ids: Tensor, p: Tensor) -> None:
         q, k, weights = self.tensors
         with torch.enable_grad():
-            given = IndexerTensors(*(t.detach().requires_grad_() for t in (rows.of(q), k[rows.batch], rows.of(weights))))
+            given = IndexerTensors(
+                *(t.detach().requires_grad_() for t in (rows.of(q), k[rows.batch], rows.of(weights)))
+            )
             loss = _indexer_loss(given, ids, p, self.deterministic, "sum")
         dq, dk, dweights = torch.autograd.grad(loss, given, self.factor)
         rows.of(self.dq).copy_(dq)

@@ -62,11 +62,10 @@ class SparseMLA(nn.Module):
         yarn: slows RoPE's frequencies for longer sequences, also in the indexer, and scales sm_scale.
         indexer: further arguments of LightningIndexer.
         indexer_loss: where the phase "sparse" computes the indexer's loss: in the "forward", or "deferred" to the
-            backward, which has the attention's weights anyway. A step with 128 heads takes 4 to 6 % less time then, one
-            with activation checkpointing up to twice as much less, and nothing of [S, topk] is kept in between. The
-            gradients are the same within rounding. But the loss is 0 until the backward has run, and has its value
-            then. So only add it to other losses, with a factor, and call backward once on the sum. It is computed in the
-            forward where the call is compiled or transformed by torch.func.
+            backward, which has the attention's weights anyway: then there is no attn_dist, and no [S, topk] tensor is
+            kept in between. The gradients are the same within rounding. The loss is 0 until the backward has run, and
+            has its value then; so add it to other losses, with a factor, and call backward once on the sum. Calls that
+            are compiled, or transformed by torch.func, compute it in the forward.
         phase: the initial phase.
     """
 

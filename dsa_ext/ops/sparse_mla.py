@@ -108,7 +108,7 @@ def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Te
     if dout is None:
         dout = torch.zeros_like(a.out)
     slots = (a.causal, a.q_start, a.positions_per_key, a.topk_length, a.starts, a.ends)
-    options = (a.sm_scale, a.d_v, *slots, a.attn_sink, dlse, a.deterministic)
+    options = (a.sm_scale, a.d_v, *slots, a.attn_sink, dlse, False, a.deterministic)
     dq, dkv, d_sink, _ = torch.ops.dsa.sparse_mla_bwd(dout, a.q, a.kv, a.out, a.lse, a.indices, *options)
     return {"q": dq, "kv": dkv, "attn_sink": None if a.attn_sink is None else d_sink}
 
@@ -197,8 +197,8 @@ Operator(
 )
 Operator(
     "sparse_mla_bwd(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse, Tensor indices, float? sm_scale=None, "
-    f"SymInt d_v=512, {_SLOTS}, Tensor? attn_sink=None, Tensor? dlse=None, bool deterministic=False, "
-    "bool return_dist=False) -> (Tensor dq, Tensor dkv, Tensor d_sink, Tensor dist)",
+    f"SymInt d_v=512, {_SLOTS}, Tensor? attn_sink=None, Tensor? dlse=None, bool return_dist=False, "
+    "bool deterministic=False) -> (Tensor dq, Tensor dkv, Tensor d_sink, Tensor dist)",
     check=_check_bwd,
     fake=_fake_bwd,
     reference=reference.sparse_mla_bwd,

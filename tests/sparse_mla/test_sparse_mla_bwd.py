@@ -142,11 +142,11 @@ def test_dist(heads: int, sink: bool) -> None:
     attn_sink = torch.randn(heads) if sink else None
     q, kv = q.bfloat16(), kv.bfloat16()
     out, lse = torch.ops.dsa.sparse_mla_fwd(q, kv, indices, attn_sink=attn_sink)
-    saved = torch.randn_like(out), q, kv, out, lse, indices
-    *gradients, dist = OP(*saved, attn_sink=attn_sink, return_dist=True)
+    args = dict(zip(TENSORS, (torch.randn_like(out), q, kv, out, lse, indices), strict=True)) | {"attn_sink": attn_sink}
+    *gradients, dist = OP(**args, return_dist=True)
     assert torch.equal(dist, torch.ops.dsa.attn_dist(q, kv, indices, lse, per_head_block=True))
-    assert fake(*saved, attn_sink=attn_sink, return_dist=True)[3].shape == dist.shape == (-(-heads // 64), B, S, G, 7)
-    torch.testing.assert_close((*gradients,), OP(*saved, attn_sink=attn_sink)[:3])
+    assert fake(**args, return_dist=True)[3].shape == dist.shape == (-(-heads // 64), B, S, G, 7)
+    torch.testing.assert_close((*gradients,), OP(**args)[:3])
 
 
 def test_opcheck() -> None:

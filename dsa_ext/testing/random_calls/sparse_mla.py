@@ -99,7 +99,8 @@ def sparse_mla_bwd(draw: Draw) -> Args:
     dout = draw.view(draw.gradient(*out.shape), "free")
     dlse = draw.view(draw.gradient(*lse.shape, dtype=torch.float32), "free") if draw.chance(0.4) else None
     out, lse = (draw.view(t, "free", repeat=False) for t in (out, lse))
-    return {**args, "dout": dout, "out": out, "lse": lse, "dlse": dlse, "deterministic": draw.chance(0.5)}
+    modes = {"return_dist": draw.chance(0.3), "deterministic": draw.chance(0.5)}
+    return {**args, "dout": dout, "out": out, "lse": lse, "dlse": dlse, **modes}
 
 
 def attn_dist(draw: Draw) -> Args:
@@ -174,6 +175,6 @@ def functional_sparse_mla(draw: Draw) -> Call:
         dout = torch.zeros_like(out) if a["dout"] is None else a["dout"]
         d_sink = d_sink or [lse.new_empty(0)]
         saved = {"dout": dout, "out": out, "lse": lse, "deterministic": deterministic}
-        check("sparse_mla_bwd", (dq, dkv, *d_sink), a | saved)
+        check("sparse_mla_bwd", (dq, dkv, *d_sink, lse.new_empty(0)), a | saved)
 
     return Call("functional.sparse_mla", args, run, judge, () if deterministic else (3,), draw.notes)

@@ -1,7 +1,7 @@
 """Error bounds of the gradients of attention. See attention.py for those of scores and probabilities."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,10 +9,19 @@ from torch import Tensor
 
 from dsa_ext import reference
 from dsa_ext.reference import block_sparse, numerics, sparse_mla
-from dsa_ext.testing.tolerances.attention import Scores, scale_of, scores_of, spread, visible_slots, wide_with_lse
+from dsa_ext.testing.tolerances.attention import (
+    Scores,
+    attn_dist,
+    scale_of,
+    scores_of,
+    spread,
+    visible_slots,
+    wide_with_lse,
+)
 from dsa_ext.testing.tolerances.limits import (
     FP32_RESOLUTION,
     HUGE,
+    SIMILARITY,
     SUM_OF_PRODUCTS,
     TINY,
     Expected,
@@ -88,7 +97,21 @@ def _scale_of(args: dict[str, Any]) -> float:
     return scale_of(args) or 1e-300
 
 
+def _expected_dist(args: dict[str, Any], returned: bool) -> Expected:
+    """The weights that sparse_mla_bwd returns: like those of attn_dist, of terms that may be rounded to bf16."""
+    if not returned:
+        nothing = args["q"].new_empty(0, dtype=torch.float64)
+        return Expected("dist", nothing, nothing, nothing, None)
+    others = {"dout", "out", "dlse", "attn_sink", "d_v", "deterministic"}
+    kept = {name: value for name, value in args.items() if name not in others}
+    (p,) = attn_dist({**kept, "normalize": False, "per_head_block": True})
+    rounding = p.value.abs() * 2.0**-8
+    return replace(p, name="dist", bound=p.bound + rounding, noise=p.noise + rounding, similarity=SIMILARITY)
+
+
 def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
+    args = dict(args)
+    dist = _expected_dist(args, args.pop("return_dist"))
     args = wide_with_lse(args)
     rows_are_rounded = args.pop("deterministic")
     d_v = args.pop("d_v")
@@ -172,13 +195,13 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
         ),
     ]
     if sink is None:
-        return [*expected, Expected("d_sink", d_sink, d_sink, d_sink, None)]
+        return [*expected, Expected("d_sink", d_sink, d_sink, d_sink, None), dist]
     # 1 - share has the rounding error of share.
     noise = ((1 - share) * SUM_OF_PRODUCTS * products + (share_noise + FP32_RESOLUTION) * delta.abs()).sum((0, 1))
     total = ((1 - share) * products).sum((0, 1))
     noise = noise + SUM_OF_PRODUCTS * total
     nothing = torch.zeros_like(noise)
-    return [*expected, gradient("d_sink", d_sink, noise, nothing, nothing, overflows(total))]
+    return [*expected, gradient("d_sink", d_sink, noise, nothing, nothing, overflows(total)), dist]
 
 
 def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:

@@ -74,7 +74,9 @@ __device__ __forceinline__ void accumulate(SharedStorage<kC>& shared, const Para
 
   int (&ids)[kIdSlots][kBlockK] = shared.ids[kBack];
   const auto id_of_slot = [&](int tile, int row) {  // -1 if it is not visible; an entry if lists are merged
-    const int slot = shared.place.slot_of_tile(tile) + row;
+    tile += shared.place.first_tile;
+    if (tile >= shared.place.tiles) tile -= shared.place.tiles;
+    const int slot = tile * kBlockK + row;
     const int id = slot < shared.place.slots ? __ldg(shared.place.g_ids + slot) : -1;
     return kC.merged || shared.place.ids.has(id) ? id : -1;
   };

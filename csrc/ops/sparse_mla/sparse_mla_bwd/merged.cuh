@@ -78,8 +78,7 @@ struct MergedItem {
             tiles,
             p.spread ? s % tiles : 0,
             {0, 0, group, s, b},
-            dq_part < 0 ? nullptr : p.dq_parts + dq_part * kBlockHeads * p.d_qk,
-            nullptr};
+            dq_part < 0 ? nullptr : p.dq_parts + dq_part * kBlockHeads * p.d_qk};
   }
   __device__ __forceinline__ MergedRows merged_rows() const { return {is_run, {}}; }
   // Of a row of the tile: whether it exists, its head, and its row of [batch, seq_q, heads].

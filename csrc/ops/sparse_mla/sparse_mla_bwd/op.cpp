@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
                                                   bool causal, int64_t q_start, int64_t positions_per_key,
                                                   std::optional<Tensor> topk_length, std::optional<Tensor> starts,
                                                   std::optional<Tensor> ends, std::optional<Tensor> attn_sink,
-                                                  std::optional<Tensor> dlse, bool deterministic, bool return_dist) {
+                                                  std::optional<Tensor> dlse, bool return_dist, bool deterministic) {
   const Options options{sm_scale, d_v, causal, q_start, positions_per_key, topk_length, starts, ends, attn_sink};
   check_inputs(kOp, q, kv, indices, options);
   const int64_t batch = q.size(0), seq_q = q.size(1), heads = q.size(2), d_qk = q.size(3);

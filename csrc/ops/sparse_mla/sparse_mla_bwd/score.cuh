@@ -127,12 +127,14 @@ struct KeySums {
     warpgroup_commit_batch();
   }
 
-  // Writes the sums of tile j. The product is complete.
-  __device__ __forceinline__ void write(const SharedStorage<kC>& shared, int j, int warp, int lane) {
+  // Writes the sums of the j-th tile that is taken. The product is complete.
+  __device__ __forceinline__ void write(const SharedStorage<kC>& shared, float* g_dist, int j, int warp, int lane) {
     for (float& sum : r_sums) cute::warpgroup_fence_operand(sum);
+    const int from_first = j + shared.place.first_tile, tiles = shared.place.tiles;
+    const int tile = from_first < tiles ? from_first : from_first - tiles;
     const int second = lane % 4;  // of the two rows that a quad has
-    const int slot = shared.place.slot_of_tile(j) + warp * 16 + lane / 4 + 8 * second;
-    if (second < 2 && slot < shared.place.slots) __stcs(shared.place.g_dist + slot, second ? r_sums[2] : r_sums[0]);
+    const int slot = tile * kBlockK + warp * 16 + lane / 4 + 8 * second;
+    if (second < 2 && slot < shared.place.slots) __stcs(g_dist + slot, second ? r_sums[2] : r_sums[0]);
   }
 };
 
@@ -213,7 +215,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       [[maybe_unused]] KeySums<kC> sums;
       if constexpr (kDist) sums.multiply(shared, thread);
       add_key_gradients<kC, kScoreRole, kDeterministic>(shared, p, j, thread);
-      if constexpr (kDist) sums.write(shared, j, warp, lane);
+      if constexpr (kDist) sums.write(shared, item.dist(p), j, warp, lane);
     } else {
       wait(&shared.probs_read, parity ^ 1);
       arrive(&shared.probs_written);

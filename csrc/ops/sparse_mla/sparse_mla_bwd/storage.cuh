@@ -36,13 +36,6 @@ struct ItemPlace {
   int first_tile;    // tile to start with; the tiles wrap around
   HeadTile heads;    // of Q, dO and dQ
   float* g_dq_part;  // dQ of a part of a split item; null for a whole item
-  float* g_dist;     // of slot 0, or null
-
-  // The first slot of the tile that is taken as the j-th.
-  __device__ __forceinline__ int slot_of_tile(int j) const {
-    const int tile = j + first_tile;
-    return (tile < tiles ? tile : tile - tiles) * kBlockK;
-  }
 };
 
 inline constexpr int kIdSlots = 4;
@@ -68,9 +61,9 @@ struct SharedStorage {
   int ids[2][kIdSlots][kBlockK];
   ItemPlace place;
   uint32_t visible[2][4];  // double-buffered by tile, see publish_visible
-  alignas(128) Bf16 ones[kOnes];  // only used by instances that write sums of P
   uint64_t inputs_full, front_full, back_full, probs_written, probs_read;
   MergedRows merged;
+  alignas(128) Bf16 ones[kOnes];  // only used by instances that write sums of P
 
   static __device__ __forceinline__ Bf16* chunk(Bf16* first, int chunk) { return first + chunk * kChunkElements; }
 };
@@ -164,8 +157,7 @@ struct Item {
             tiles,
             p.spread ? s % tiles : 0,
             {0, head_block * kBlockHeads, group, s, b},
-            dq_part < 0 ? nullptr : p.dq_parts + dq_part * kBlockHeads * p.d_qk,
-            p.dist == nullptr ? nullptr : p.dist + first_slot_of_dist(p)};
+            dq_part < 0 ? nullptr : p.dq_parts + dq_part * kBlockHeads * p.d_qk};
   }
   // Of a row of the tile: whether it exists, its head, and its row of [batch, seq_q, heads].
   __device__ __forceinline__ bool has(const Params& p, int row) const { return row < heads_left(p); }
@@ -178,11 +170,10 @@ struct Item {
   __device__ __forceinline__ int heads_left(const Params& p) const {
     return p.heads / p.groups - head_block * kBlockHeads;
   }
-
- private:
-  __device__ __forceinline__ int64_t first_slot_of_dist(const Params& p) const {
+  // Where the sums of P over its heads belong, of first_slot.
+  __device__ __forceinline__ float* dist(const Params& p) const {
     const int64_t query = (int64_t{head_block} * p.batch + b) * p.seq_q + s;
-    return (query * p.groups + group) * p.topk + first_slot;
+    return p.dist + (query * p.groups + group) * p.topk + first_slot;
   }
 };
 

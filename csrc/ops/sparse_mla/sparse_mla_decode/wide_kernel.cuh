@@ -14,7 +14,7 @@
 //   score          2          full[j]               S = Q K^T                                   probs_written[j - 1]
 //                             probs_read[j - 2]     softmax, P; after an item's last tile: lse  and then [j]
 //                                                   and the last factor of O
-//   load           3          raw_empty[j - 2]      the packed keys of tile j; one warp         raw_full[j] (by TMA)
+//   load           3          raw_empty[j - 2]      the packed keys of tile j; two warps        raw_full[j] (by TMA)
 //
 // In a pair, moreover:
 //
@@ -42,7 +42,7 @@
 
 namespace dsa::sparse_mla_decode {
 
-// Two value warpgroups, one that scores, and one of which a single warp loads.
+// Two value warpgroups, one that scores, and one of which two warps load.
 inline constexpr int kWideThreads = 4 * kWarpgroupThreads;
 inline constexpr int kStartRegisters = 128, kValueRegisters = 168, kScoreRegisters = 144, kLoadRegisters = 24;
 static_assert((2 * kValueRegisters + kScoreRegisters + kLoadRegisters) * kWarpgroupThreads <= 65536);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   auto& shared = *reinterpret_cast<WideStorage<kColumns, kPaired>*>(shared_bytes_);
   const int warpgroup = cutlass::canonical_warp_group_idx();
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : shared.raw_full) barrier_init(&barrier, 1);
+    for (uint64_t& barrier : shared.raw_full) barrier_init(&barrier, kLoadWarps);
     for (uint64_t& barrier : shared.raw_empty) barrier_init(&barrier, 2 * kWarpgroupThreads);
     for (uint64_t& barrier : shared.full) barrier_init(&barrier, 2 * kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_written) barrier_init(&barrier, kWarpgroupThreads);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     score_wide<kColumns>(shared, p);
   } else {
     set_registers<kLoadRegisters, kStartRegisters>();
-    if (threadIdx.x < kWideThreads - kWarpgroupThreads + kWarpThreads) load_raw_keys(shared, p);
+    if (threadIdx.x < kWideThreads - kWarpgroupThreads + kLoadWarps * kWarpThreads) load_raw_keys(shared, p);
   }
   if constexpr (kPaired) cute::cluster_sync();  // the peer may still arrive at barriers and read what it sends
 }

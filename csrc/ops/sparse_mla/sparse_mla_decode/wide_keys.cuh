@@ -1,4 +1,4 @@
-// Packed keys on their way from the cache to the tensor cores, in the wide kernel: one warp has them copied to shared
+// Packed keys on their way from the cache to the tensor cores, in the wide kernel: two warps have them copied to shared
 // memory as they are (raw), and the value warpgroups turn them into tiles of bf16, each its half of the columns; the
 // back half includes the tail. Numbers of e4m3 are multiplied by the power of two in their scale, which is exact. The
 // rest of each scale, a factor from 1 to 2, goes to a table: it multiplies sums over a group of columns.
@@ -32,15 +32,17 @@ __device__ __forceinline__ int first_own_key() {
   return 0;
 }
 
-// Has the keys of all items copied, a key a lane. Run by one warp.
+// Has the keys of all items copied, a key a lane. Run by two warps, each of which has half of the CTA's keys of a tile:
+// a warp starts a copy every 55 clocks.
 template <int kColumns, bool kPaired>
 __device__ __forceinline__ void load_raw_keys(WideStorage<kColumns, kPaired>& shared, const KernelParams& p) {
-  constexpr int kKeys = own_keys(kPaired), kBytes = packed_bytes(kColumns);
-  const int lane = threadIdx.x % kWarpThreads;
+  constexpr int kKeys = own_keys(kPaired) / kLoadWarps, kBytes = packed_bytes(kColumns);
+  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x % kWarpgroupThreads / kWarpThreads;
+  const int key = warp * kKeys + lane;
   Ring<kRawStages> at;
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Item item(p, index);
-    const int first_slot = item.first_tile * kTileKeys + first_own_key<kPaired>() + lane;
+    const int first_slot = item.first_tile * kTileKeys + first_own_key<kPaired>() + key;
     const int* g_ids = item.indices(p) + first_slot;
     int slots_left = lane < kKeys ? item.slot_end - first_slot : 0;  // from the lane's next one on
     const auto take_id = [&] {
@@ -58,20 +60,20 @@ __device__ __forceinline__ void load_raw_keys(WideStorage<kColumns, kPaired>& sh
       const unsigned visible = __ballot_sync(~0u, is_key);
       wait(&shared.raw_empty[at.slot], at.parity ^ 1);
       if (lane == 0) {
-        stage.visible = visible;
-        stage.is_end = false;
+        stage.visible[warp] = visible;
+        if (warp == 0) stage.is_end = false;
         arrive_and_expect(&shared.raw_full[at.slot], kKeys * kBytes);
       }
       if (lane < kKeys) {
         const char* g_key = is_key ? p.key(id) : reinterpret_cast<const char*>(g_zeros);
-        bulk_load(stage.keys[lane], g_key, kBytes, &shared.raw_full[at.slot]);
+        bulk_load(stage.keys[key], g_key, kBytes, &shared.raw_full[at.slot]);
       }
       at.advance();
     }
   }
   wait(&shared.raw_empty[at.slot], at.parity ^ 1);
   if (lane == 0) {
-    shared.raw[at.slot].is_end = true;
+    if (warp == 0) shared.raw[at.slot].is_end = true;
     arrive(&shared.raw_full[at.slot]);
   }
 }
@@ -144,10 +146,12 @@ struct Unpacker {
     if (kTail && back) store_shared(s_tile + row(tail), tail_words);
     if constexpr (kRound == 0) {
       if (!back && thread() == 0) {
-#pragma unroll
-        for (int half = 0; half < own_keys(kPaired) / kHalfKeys; ++half) {
-          shared.notes[slot][first_own_key<kPaired>() / kHalfKeys + half].visible =
-              stage.visible >> half * kHalfKeys | 0xffff0000;
+        if constexpr (kPaired) {
+          shared.notes[slot][first_own_key<true>() / kHalfKeys].visible =
+              stage.visible[0] | stage.visible[1] << kHalfKeys / 2 | 0xffff0000;
+        } else {
+          shared.notes[slot][0].visible = stage.visible[0] | 0xffff0000;
+          shared.notes[slot][1].visible = stage.visible[1] | 0xffff0000;
         }
       }
     }

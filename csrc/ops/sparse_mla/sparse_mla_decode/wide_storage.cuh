@@ -15,6 +15,7 @@ inline constexpr int kHalfColumns = kPackedColumns / 2;             // of a valu
 inline constexpr int kHalfGroups = kScaleGroups / 2;              // groups of columns with their own scales, of a half
 inline constexpr int kHalfChunks = kHalfColumns / kChunkColumns;  // chunks of 64 columns
 inline constexpr int kSharedQChunk = 4;                           // the first that registers do not hold
+inline constexpr int kLoadWarps = 2;                              // each copies half of the keys
 inline constexpr int kPieceBytes = 16;                            // of a key, read at once
 
 // The keys of a tile that a CTA unpacks: in a pair, the first half of the tile or the second.
@@ -31,8 +32,8 @@ inline constexpr int raw_pitch(int d_qk) {
 template <int kColumns, bool kPaired>
 struct RawStage {
   alignas(kPieceBytes) char keys[own_keys(kPaired)][raw_pitch(kColumns)];
-  uint32_t visible;  // bit k: there is a key k
-  bool is_end;       // no keys, and none after it
+  uint32_t visible[kLoadWarps];  // bit k: there is a k-th key of the warp
+  bool is_end;                   // no keys, and none after it
 };
 
 // What the score warpgroup has to know about half of a tile's keys: which are visible, and factors of scales. What each

@@ -1,0 +1,189 @@
+"""Times training steps of a layer on several GPUs of one host, for `torchrun --nproc-per-node P`; writes its results
+file and plot.
+
+The layer is that of bench_sparse_mla_layer with 128 heads, in bf16; a step is the forward with the indexer's loss, and
+the gradients of all parameters and of the input. "whole" is the layer on one GPU. The others divide its work:
+
+- "queries": `parallelize(layer, mesh, tensor=...)`, projections by heads, attention and the indexer by queries.
+- "context": `parallelize(layer, mesh, context=...)`, everything by rows of the sequence. The gradients of the weights
+  are summed over ranks at the end, as data parallelism does.
+- "heads": everything by heads, the usual way: every rank runs the whole indexer, with a loss for its own heads. The
+  output, and the gradient of the input, are summed over ranks.
+
+All ranks begin a step together. Its time is that of the slowest rank; the median of as many steps as fit in a second,
+at most ten. The outputs of "queries" and "context" are checked against the whole layer's.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from bench.common import Case, drawing, grouped_bars, make_case, measure_all, parse_arguments, report
+from bench.sparse_mla.bench_sparse_mla_layer import HIDDEN_SIZE, OPERATORS, TOPK
+from dsa_ext.distributed import ParallelSparseMLA, parallelize
+from dsa_ext.distributed.collectives import shared, summed
+from dsa_ext.nn import SparseMLA
+from dsa_ext.testing.tolerances import similarity_error
+
+OP = "distributed"
+HEADS, SEQUENCES = 128, (32768, 131072)
+WAYS = ("queries", "context", "heads")
+#: Of outputs, between the layer on one GPU and on several: sums over heads and projections are rounded differently, and
+#: a few selections differ where scores are almost equal.
+SIMILARITY = 1e-3
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One measurement."""
+
+    group: str
+    name: str
+    seq: int
+    way: str | None  # None: the whole layer on one GPU
+
+
+def specs() -> Iterator[Spec]:
+    for seq in SEQUENCES:
+        group = f"{seq // 1024}K tokens"
+        yield Spec(group, f"s{seq}_whole", seq, None)
+        for way in WAYS:
+            yield Spec(group, f"s{seq}_{way}", seq, way)
+
+
+def make_layer(heads: int) -> SparseMLA:
+    torch.manual_seed(1)  # the same weights on all ranks
+    return SparseMLA(HIDDEN_SIZE[HEADS], heads, topk=TOPK, device="cuda", dtype=torch.bfloat16)
+
+
+def make_rows(seq: int) -> tuple[Tensor, Tensor]:
+    """The layer's input and the gradient of its output, the same on all ranks."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    x, dout = (torch.randn(1, seq, HIDDEN_SIZE[HEADS], device="cuda", generator=generator) for _ in range(2))
+    return x.bfloat16(), dout.bfloat16()
+
+
+def sum_gradients(gradients: tuple[Tensor | None, ...]) -> None:
+    for gradient in gradients:
+        if gradient is not None:
+            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+
+
+def make_step(spec: Spec, mesh: DeviceMesh) -> tuple[Callable[[], Tensor], Tensor | None]:
+    """A step that returns the output, and the rows of it that this rank holds (None for all)."""
+    x, dout = make_rows(spec.seq)
+    ranks = mesh.size()
+    rows = None
+    layer: Any = make_layer(HEADS // ranks if spec.way == "heads" else HEADS)
+    if spec.way in ("queries", "context"):
+        layer = parallelize(layer, mesh, **{"tensor" if spec.way == "queries" else "context": "ranks"})
+        assert isinstance(layer, ParallelSparseMLA)
+        if spec.way == "context":
+            rows = layer.rows_of_rank(spec.seq).cuda()
+            x, dout = x[:, rows], dout[:, rows]
+    x.requires_grad_()
+    leaves = [x, *layer.parameters()]
+    group = mesh.get_group()
+
+    def step() -> Tensor:
+        if spec.way == "heads":
+            out, loss, _ = layer(shared(x, group))
+            out = summed(out, group)
+        else:
+            out, loss, _ = layer(x, seq_len=spec.seq) if isinstance(layer, ParallelSparseMLA) else layer(x)
+        gradients = torch.autograd.grad([out, loss], leaves, [dout, None])
+        if spec.way == "context":
+            sum_gradients(gradients[1:])
+        result: Tensor = out.detach()
+        return result
+
+    return step, rows
+
+
+def measure_step(step: Callable[[], Tensor]) -> tuple[float, float]:
+    """Milliseconds of the slowest rank, and MB that a step needs beyond what it finds, on the rank that needs most."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    times: list[float] = []
+    while len(times) < 10 and sum(times) < 1000:
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        slowest = torch.tensor([begin.elapsed_time(end), peak / 1e6], device="cuda")
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        times.append(slowest[0].item())
+        peak = slowest[1].item() * 1e6
+    return sorted(times)[len(times) // 2], peak / 1e6
+
+
+class Measurement:
+    """Measures cases one after the other; those of one length are compared with the whole layer."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.out: Tensor | None = None  # of the whole layer
+
+    def __call__(self, spec: Spec, times: dict[str, float]) -> Case:
+        if spec.way is None:
+            self.out = None
+        torch.cuda.empty_cache()
+        step, rows = make_step(spec, self.mesh)
+        out = step()
+        error = None
+        if spec.way is None:
+            self.out = out
+        elif spec.way != "heads" and self.out is not None:
+            expected = self.out if rows is None else self.out[:, rows]
+            error = similarity_error(out, expected)
+            if not error <= SIMILARITY:
+                raise AssertionError(f"{spec.name}: the output differs from the whole layer's by {error}")
+        del out
+        ms, peak_mb = measure_step(step)
+        ranks = 1 if spec.way is None else self.mesh.size()
+        args = {"B": 1, "S": spec.seq, "H": HEADS, "K": TOPK, "hidden_size": HIDDEN_SIZE[HEADS], "P": ranks}
+        others: dict[str, Any] = {"peak_mb": round(peak_mb, 1)}
+        if spec.way is not None:
+            whole = f"s{spec.seq}_whole"
+            others["speedup"] = round(times[whole] / ms, 3)
+        err = None if error is None else {"similarity": error}
+        return make_case(spec.name, spec.group, args, ms, err=err, **others)
+
+
+def plot(cases: list[Case], path: Path) -> None:
+    with drawing(path, 9, len(SEQUENCES)) as axes:
+        for axis, seq in zip(axes, SEQUENCES, strict=True):
+            shown = [case for case in cases if case["args"]["S"] == seq]
+            labels = ["1 GPU", *(case["name"].split("_")[1] for case in shown[1:])]
+            grouped_bars(axis, labels, {"ms": [case["ms"] for case in shown]})
+            ranks = shown[-1]["args"]["P"]
+            axis.set(title=f"training step, {seq // 1024}K tokens, {ranks} GPUs", ylabel="ms")
+            axis.get_legend().remove()
+
+
+def main() -> None:
+    args = parse_arguments(str(__doc__))
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("ranks",))
+    try:
+        cases = measure_all(OP, specs(), Measurement(mesh), args.only)
+        if dist.get_rank() == 0:
+            report(OP, cases, None if args.only else args.out, plot, "CUDA events, median", OPERATORS)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
