@@ -277,6 +277,7 @@ def _gradients(
             options = {"sm_scale": ctx.slots["sm_scale"], "per_head_block": True}
             dist = functional.attn_dist(absorption.queries(rows), kv[rows.batch], listed, lse, **visible, **options)
         else:
+            assert dout is not None
             dvalues = rows.of(dout).flatten(0, 1)
             if out_weight is not None:
                 dvalues = (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))

@@ -92,7 +92,8 @@ def _fake_bwd(a: Args) -> tuple[Tensor, ...]:
 
 
 def _head_blocks(a: Args) -> int:
-    return -(-(a.q.shape[2] // a.kv.shape[2]) // HEADS_PER_BLOCK)
+    blocks: int = -(-(a.q.shape[2] // a.kv.shape[2]) // HEADS_PER_BLOCK)
+    return blocks
 
 
 def _empty_dist(a: Args, shape: tuple[int, ...]) -> Tensor:

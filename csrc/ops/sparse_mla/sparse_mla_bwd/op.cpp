@@ -23,11 +23,12 @@ constexpr int64_t kKeepApart = 32 << 20, kPrefetch = 192 << 20;
 constexpr char kOp[] = "dsa::sparse_mla_bwd";
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse,
-                                                  Tensor indices, std::optional<double> sm_scale, int64_t d_v,
-                                                  bool causal, int64_t q_start, int64_t positions_per_key,
-                                                  std::optional<Tensor> topk_length, std::optional<Tensor> starts,
-                                                  std::optional<Tensor> ends, std::optional<Tensor> attn_sink,
-                                                  std::optional<Tensor> dlse, bool return_dist, bool deterministic) {
+                                                          Tensor indices, std::optional<double> sm_scale, int64_t d_v,
+                                                          bool causal, int64_t q_start, int64_t positions_per_key,
+                                                          std::optional<Tensor> topk_length,
+                                                          std::optional<Tensor> starts, std::optional<Tensor> ends,
+                                                          std::optional<Tensor> attn_sink, std::optional<Tensor> dlse,
+                                                          bool return_dist, bool deterministic) {
   const Options options{sm_scale, d_v, causal, q_start, positions_per_key, topk_length, starts, ends, attn_sink};
   check_inputs(kOp, q, kv, indices, options);
   const int64_t batch = q.size(0), seq_q = q.size(1), heads = q.size(2), d_qk = q.size(3);
@@ -56,10 +57,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
   Tensor d_sink = empty({attn_sink ? heads : 0}, ScalarType::Float, call.index);
   Tensor sink_terms = empty({attn_sink ? batch * seq_q * heads : 0}, ScalarType::Float, call.index);
   Tensor finished = empty({1}, ScalarType::Int, call.index);
-  Tensor dist = return_dist
-                    ? empty({head_blocks(heads, groups), batch, seq_q, groups, indices.size(3)}, ScalarType::Float,
-                            call.index)
-                    : empty({0}, ScalarType::Float, call.index);
+  Tensor dist = return_dist ? empty({head_blocks(heads, groups), batch, seq_q, groups, indices.size(3)},
+                                    ScalarType::Float, call.index)
+                            : empty({0}, ScalarType::Float, call.index);
 
   Params params{problem_of(q, kv, indices, options, call)};
   params.dout = dout.data_ptr();
@@ -119,9 +119,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
       zero_(dist);
       params.dist = static_cast<float*>(dist.data_ptr());
     } else {
-      const listed_keys::Params sums{params,     params.lse,         int64_t{seq_q} * heads,
-                                     heads,      1,                  static_cast<float*>(dist.data_ptr()),
-                                     false,      /*per_head_block=*/true};
+      const listed_keys::Params sums{params,
+                                     params.lse,
+                                     int64_t{seq_q} * heads,
+                                     heads,
+                                     1,
+                                     static_cast<float*>(dist.data_ptr()),
+                                     false,
+                                     /*per_head_block=*/true};
       call.check(attn_dist::launch(sums, call.stream()));
     }
   }
