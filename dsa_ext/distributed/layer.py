@@ -27,7 +27,8 @@ from dsa_ext.distributed.collectives import (
 from dsa_ext.distributed.shares import Order, shares_of
 from dsa_ext.nn.indexer import IndexerTensors
 from dsa_ext.nn.projections import WHOLE, excess_of
-from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput, _Rows
+from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput
+from dsa_ext.nn.tuples import Rows
 from dsa_ext.ops._checks import describe
 
 #: The projections whose weights are read: they are not called.
@@ -144,9 +145,7 @@ class ParallelSparseMLA(SparseMLA):
         shares = shares_of(_length(seq_len), size_of(self._cp), self._order, torch.device("cpu"))
         return shares.rows(rank_in(self._cp)).clone()
 
-    def _indexer_tensors(
-        self, x: Tensor, q_latent: Tensor, keys: Tensor, queries: _Rows, own: Tensor
-    ) -> IndexerTensors:
+    def _indexer_tensors(self, x: Tensor, q_latent: Tensor, keys: Tensor, queries: Rows, own: Tensor) -> IndexerTensors:
         """Those of this rank's queries, rows `own` of x, and of the keys of all rows."""
         # Each rank has a part of the gradients of the keys and of these weights.
         wq_b, weights_proj = (shared(p.weight, self._tp) for p in (self.indexer.wq_b, self.indexer.weights_proj))

@@ -82,8 +82,8 @@ def absorbed_attention(
         out_weight: projects the values of all heads [columns, H * v]. They are then not kept either.
         sm_scale, deterministic, starts, ends: see functional.sparse_mla. Causal without `starts` and `ends`.
         distribution: whether to return the attention weights too, summed over heads.
-        learner: tensors of an indexer that learns to predict these weights. Its loss is computed in the backward, which
-            has the weights anyway: until then it is 0.
+        learner: tensors of an indexer that learns to predict these weights. If the attention learns too, the loss is
+            computed in its backward, which has the weights anyway: until then it is 0.
     """
     heads, kv, out_weight = (as_autocast(t) for t in (heads, kv, out_weight))
     if learner is not None:
@@ -104,10 +104,15 @@ def absorbed_attention(
         values = multiply_heads(latent, weights[1].mT)
         out = values if out_weight is None else linear(values.flatten(2), out_weight)
         return Absorbed(out, lse.detach(), p if distribution else None, loss)
-    given = heads, *weights, kv, out_weight, *(learner or (None,) * 3)
+    given = heads, *weights, kv, out_weight
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    result = _AbsorbedAttention.apply(*given, ids, *rope, starts, ends, distribution, keep, slots)  # type: ignore[no-untyped-call]
-    return Absorbed(*result)
+    defers = learner is not None and keep and any(t.requires_grad for t in learner)
+    index = learner if defers else (None,) * 3
+    asks = distribution or (learner is not None and not defers)
+    out, lse, p, loss = _AbsorbedAttention.apply(*given, *index, ids, *rope, starts, ends, asks, keep, slots)  # type: ignore[no-untyped-call, misc]
+    if learner is not None and not defers:
+        loss = _indexer_loss(learner, ids, p, deterministic, "mean")
+    return Absorbed(out, lse, p if distribution else None, loss)
 
 
 class _Queries(NamedTuple):
@@ -237,7 +242,9 @@ class _AbsorbedAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for t in (lse, p) if t is not None))
         ctx.set_materialize_grads(False)
         loss = None if index_weights is None else index_weights.new_zeros(())
-        ctx.loss = None if loss is None else loss.data  # the backward writes the value there
+        # The backward writes the value there.
+        ctx.loss = None if loss is None else loss.detach()
+        ctx.version = None if loss is None else loss._version
         return out, lse, p, loss
 
     @staticmethod
@@ -266,6 +273,10 @@ def _gradients(
     attends = dout is not None and any(ctx.needs_input_grad[:4])
     learner = None
     if dloss is not None:
+        if ctx.loss._version != ctx.version:
+            raise RuntimeError(
+                "SparseMLA: a deferred indexer_loss was changed in place before the backward computed it"
+            )
         learner = _Learner(IndexerTensors(*saved_index), dloss, len(parts), ctx.slots["deterministic"])
     if not attends and learner is None:
         return *(None,) * 4, dout_weight, *(None,) * 3
@@ -301,7 +312,7 @@ def _gradients(
     of_attention = dheads, *(gradient.result() for gradient in (dkey_weight, dvalue_weight, dkv)), dout_weight
     if learner is None:
         return *of_attention, *(None,) * 3
-    ctx.loss.copy_(learner.loss)
+    ctx.loss.data.copy_(learner.loss)  # which is no change of the version
     return *of_attention, *learner.gradients()
 
 

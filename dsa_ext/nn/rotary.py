@@ -217,6 +217,7 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, interleaved_out: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        ctx.set_materialize_grads(False)
         ctx.layouts = interleaved_out, interleaved
         columns = 2 * cos.shape[-1]
         out = x.new_empty(x.shape)
@@ -225,6 +226,8 @@ class _Rope(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * 5
         cos, sin = ctx.saved_tensors
         return _Rope.apply(dout, cos, -sin, *ctx.layouts), None, None, None, None  # type: ignore[no-untyped-call]

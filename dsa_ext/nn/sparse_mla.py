@@ -1,6 +1,6 @@
 """The attention layer of DeepSeek-V3.2: multi-head latent attention to the keys that a lightning indexer selects."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.paged_cache import FP8, DecodeStep, PagedKVCache, PrefillStep
 from dsa_ext.nn.projections import plain_weight, weight_of
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
+from dsa_ext.nn.tuples import Rows
 from dsa_ext.nn.tuples import SparseMLAOutput as SparseMLAOutput
 from dsa_ext.ops._checks import describe, dtype_name
 from dsa_ext.ops._library import as_autocast, check_autocast, refuse_cache_in_transforms
@@ -62,10 +63,9 @@ class SparseMLA(nn.Module):
         yarn: slows RoPE's frequencies for longer sequences, also in the indexer, and scales sm_scale.
         indexer: further arguments of LightningIndexer.
         indexer_loss: where the phase "sparse" computes the indexer's loss: in the "forward", or "deferred" to the
-            backward, which has the attention's weights anyway: then there is no attn_dist, and no [S, topk] tensor is
-            kept in between. The gradients are the same within rounding. The loss is 0 until the backward has run, and
-            has its value then; so add it to other losses, with a factor, and call backward once on the sum. Calls that
-            are compiled, or transformed by torch.func, compute it in the forward.
+            backward, which has the attention's weights anyway. Then the loss is 0 until a backward in which it takes
+            part has run, and has its value afterwards: multiply it by constants and add it to other losses only. It is
+            computed in the forward as before in compiled calls, and if only one of attention and indexer learns.
         phase: the initial phase.
     """
 
@@ -231,12 +231,12 @@ class SparseMLA(nn.Module):
         self._check_input(x)
         return self.indexer.select(self.indexer(x, self.q_a_layernorm(self.q_a_proj(x))), self.topk)
 
-    def _rows(self, x: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> "_Rows":
+    def _rows(self, x: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Rows:
         if positions is not None:
             check_positions("SparseMLA", positions, x)
         row = torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is None:
-            return _Rows(row if positions is None else positions, None)
+            return Rows(row if positions is None else positions, None)
         is_list = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32
         if not is_list or len(cu_seqlens) < 2 or x.shape[0] != 1:
             expected = "must be int32 [number of sequences + 1] with x [1, S, hidden_size]"
@@ -244,7 +244,7 @@ class SparseMLA(nn.Module):
             raise ValueError(f"SparseMLA: cu_seqlens {expected}, got {got} with x {describe(x)}")
         starts = cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True, out_int32=True) - 1]
         bounds = starts[None], (row + 1).int()[None]
-        return _Rows(row - starts if positions is None else positions, bounds)
+        return Rows(row - starts if positions is None else positions, bounds)
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != self.hidden_size:
@@ -287,7 +287,7 @@ class SparseMLA(nn.Module):
             self._check_ids(ids, x)
         step = cache.step
         is_prefill = isinstance(step, PrefillStep)
-        rows = _Rows(cache.rows(), (step.starts, step.ends) if isinstance(step, PrefillStep) else None)
+        rows = Rows(cache.rows(), (step.starts, step.ends) if isinstance(step, PrefillStep) else None)
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         cache.write(layer, self._keys(x, rows))
         keys = None  # that are selected, by their numbers among those that prefill gathers
@@ -308,7 +308,7 @@ class SparseMLA(nn.Module):
         latent, _ = functional.sparse_mla_decode(q, cache.kv(layer), ids, **options)
         return SparseMLAOutput(self.o_proj(multiply_heads(latent, value_weight.mT).flatten(2)), None, ids)
 
-    def _dense(self, heads: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, rows: "_Rows") -> Tensor:
+    def _dense(self, heads: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, rows: Rows) -> Tensor:
         """Attention to all keys up to each query's own position [B, S, H, v_dim], with keys and values of each head:
         at the sizes of DeepSeek-V3.2 3.4 times fewer operations than in the absorbed form."""
         nope, rope = heads.split([self.nope_dim, self.rope_dim], dim=-1)
@@ -327,7 +327,7 @@ class SparseMLA(nn.Module):
         kv_b: Tensor,
         tensors: IndexerTensors | None,
         ids: Tensor | None,
-        rows: "_Rows",
+        rows: Rows,
         out_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of each head in the absorbed form [B, S, H, v_dim], and the indexer's loss.
@@ -364,7 +364,7 @@ class SparseMLA(nn.Module):
         kv: Tensor,
         kv_b: Tensor,
         listed: Tensor,
-        rows: "_Rows",
+        rows: Rows,
         out_weight: Tensor | None = None,
         *,
         distribution: bool,
@@ -387,11 +387,11 @@ class SparseMLA(nn.Module):
         weights = kv_b.view(self.heads, -1, self.kv_lora_rank)
         return weights[:, : self.nope_dim], weights[:, self.nope_dim :]
 
-    def _rope(self, heads: Tensor, rows: "_Rows") -> Rope:
+    def _rope(self, heads: Tensor, rows: Rows) -> Rope:
         tables = rope_tables(heads, rows.positions, self.rope_theta, self.rope_dim, self.yarn)
         return Rope(*tables, self.rope == "interleaved")
 
-    def _keys(self, x: Tensor, rows: "_Rows") -> Tensor:
+    def _keys(self, x: Tensor, rows: Rows) -> Tensor:
         """The keys of the absorbed form [B, S, 1, kv_lora_rank + rope_dim]."""
         return torch.cat(self._latent_keys(x, rows), dim=-1)[:, :, None]
 
@@ -400,31 +400,14 @@ class SparseMLA(nn.Module):
         heads: Tensor = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
         return heads
 
-    def _latent_keys(self, x: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor]:
+    def _latent_keys(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """The latent keys [B, S, kv_lora_rank] and their RoPE columns [B, S, rope_dim]."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
         latent = self.kv_a_layernorm(latent).to(k_rope.dtype)  # autocast computes norms in fp32
         return latent, self._rotated(k_rope, rows)
 
-    def _rotated(self, x: Tensor, rows: "_Rows") -> Tensor:
+    def _rotated(self, x: Tensor, rows: Rows) -> Tensor:
         return apply_rope(x, rows.positions, self.rope_theta, layout=self.rope, yarn=self.yarn)
-
-
-class _Rows(NamedTuple):
-    """Where the rows of x stand."""
-
-    positions: Any  # for RoPE, [S] or [B, S]: a tensor, or PlacedRows
-    bounds: tuple[Tensor, Tensor] | None  # the first key and the one after the last that a query sees, int32 [B, S]
-
-    def at(self, rows: Tensor, batch: int) -> "_Rows":
-        """Those of these rows, with bounds."""
-        row = torch.arange(self.positions.shape[-1], device=rows.device, dtype=torch.int32)
-        starts, ends = (torch.zeros_like(row), row + 1) if self.bounds is None else (bound[0] for bound in self.bounds)
-        return _Rows(self.positions[..., rows], (starts[rows].expand(batch, -1), ends[rows].expand(batch, -1)))
-
-    def visible(self) -> dict[str, Any]:
-        """Arguments of the attention's operators."""
-        return {} if self.bounds is None else {"starts": self.bounds[0], "ends": self.bounds[1]}
 
 
 def _all_keys(heads: Tensor, kv: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bwd_gpu import DEVICE, FWD, OP, both_modes, check, normal
 from streams import check_script, written_late
 from torch import Tensor
 
@@ -16,39 +17,8 @@ from dsa_ext import reference
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, make_inputs, poison_unselected, spoil_indices, strided_copy
 from dsa_ext.testing.memory import workspace_bytes
 from dsa_ext.testing.timing import time_ms
-from dsa_ext.testing.tolerances import backward_errors
 
 pytestmark = pytest.mark.gpu
-
-FWD = torch.ops.dsa.sparse_mla_fwd.default
-OP = torch.ops.dsa.sparse_mla_bwd.default
-DEVICE = "cuda"
-both_modes = pytest.mark.parametrize("deterministic", [False, True])
-
-
-def normal(like: Tensor, seed: int = 1) -> Tensor:
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
-
-
-def check(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    *,
-    with_dlse: bool = False,
-    deterministic: bool = False,
-    return_dist: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = FWD(q, kv, indices, **options)
-    dout, dlse = normal(out), normal(lse, 2) if with_dlse else None
-    modes = {"deterministic": deterministic, "return_dist": return_dist}
-    *got, dist = OP(dout, q, kv, out, lse, indices, **options, dlse=dlse, **modes)
-    assert all(tensor.is_contiguous() for tensor in (*got, dist))
-    backward_errors((*got, dist), dout, q, kv, out, lse, indices, dlse, **options, return_dist=return_dist).check()
-    return got
-
 
 AXES: dict[str, list[Any]] = {
     "d_qk": [576, 512],
@@ -109,24 +79,6 @@ def test_many_queries_share_keys(deterministic: bool) -> None:
     inputs = make_inputs(1, 700, 15000, 64, 1, 256, device=DEVICE)
     near = (inputs.indices % 300).sort(-1).values
     check(inputs.q, inputs.kv, near, causal=False, deterministic=deterministic)
-
-
-@both_modes
-@pytest.mark.parametrize(
-    ("seq", "s_kv", "heads"), [(300, 3000, 128), (3, 40000, 64), (140, 30000, 100), (600, 9000, 16)]
-)
-def test_dist(seq: int, s_kv: int, heads: int, deterministic: bool) -> None:
-    """Queries that are split by keys, that begin with different tiles, and whose lists are merged; repeatable."""
-    i = make_inputs(1, seq, s_kv, heads, 1, 700, device=DEVICE)
-    i.indices[:, :: max(1, seq // 5), :, 64:256] = -1
-    indices = i.indices.sort(-1).values if heads == 16 else i.indices
-    check(i.q, i.kv, indices, causal=False, deterministic=deterministic, return_dist=True)
-    out, lse = FWD(i.q, i.kv, indices, causal=False)
-    calls = [
-        OP(normal(out), i.q, i.kv, out, lse, indices, causal=False, deterministic=deterministic, return_dist=True)
-        for _ in range(3)
-    ]
-    assert all(torch.equal(call[3], calls[0][3]) for call in calls)
 
 
 @both_modes

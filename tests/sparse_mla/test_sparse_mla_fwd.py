@@ -316,7 +316,7 @@ def test_fake_tensors_on_a_cuda_device() -> None:
         out, lse = dsa_ext.sparse_mla(q, kv, indices, return_lse=True)
         assert (out.shape, out.dtype, out.device.type) == ((2, 33, 64, 512), torch.bfloat16, "cuda")
         assert (lse.shape, lse.dtype, lse.device.type) == ((2, 33, 64), torch.float32, "cuda")
-        dq, dkv, d_sink = BWD(out, q, kv, out, lse, indices)
+        dq, dkv, d_sink, _ = BWD(out, q, kv, out, lse, indices)
         assert (dq.shape, dkv.shape, d_sink.shape) == (q.shape, kv.shape, (0,))
         assert (dkv.dtype, dkv.device.type) == (torch.bfloat16, "cuda")
 

@@ -122,20 +122,46 @@ def test_deferred_loss(checkpointed: bool) -> None:
     torch.testing.assert_close(*results)
 
 
-def test_a_deferred_loss_in_compiled_code_and_transforms() -> None:
+def test_a_deferred_loss_in_compiled_code() -> None:
     """Is computed in the forward."""
     layer, x = make_layer(indexer_loss="deferred"), make_input()
-    expected = make_layer()(x).indexer_loss
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x).indexer_loss, expected)
-    parameters = dict(layer.named_parameters())
+    torch.testing.assert_close(compiled(x).indexer_loss, make_layer()(x).indexer_loss)
 
-    def loss_of(parameters: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(layer, parameters, (x,)).indexer_loss
 
-    gradients, loss = torch.func.grad_and_value(loss_of)(parameters)
-    torch.testing.assert_close(loss, expected)
-    assert gradients["indexer.wk.weight"].any()
+@pytest.mark.parametrize("trained", ["attention", "indexer", "nothing"])
+def test_a_deferred_loss_of_which_only_one_side_learns(trained: str) -> None:
+    """Is computed in the forward, and frozen parts get no gradients."""
+    results = []
+    for where in ("forward", "deferred"):
+        layer, x = make_layer(indexer_loss=where), make_input()
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(name.startswith("indexer.") == (trained == "indexer") and trained != "nothing")
+        out, loss, _ = layer(x)
+        assert out.requires_grad == (trained == "attention")
+        results.append([loss, *([] if trained == "nothing" else torch.autograd.grad(
+            out.sum() + loss, [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        ))])  # fmt: skip
+        assert loss > 0
+    torch.testing.assert_close(*results)
+
+
+def test_a_deferred_loss_that_is_changed_in_place() -> None:
+    out, loss, _ = make_layer(indexer_loss="deferred")(make_input())
+    loss *= 0.3
+    with pytest.raises(RuntimeError, match="indexer_loss was changed in place"):
+        (out.sum() + loss).backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "deferred"])
+@pytest.mark.parametrize("used", ["out", "loss"])
+def test_what_one_result_alone_trains(where: str, used: str) -> None:
+    """Parameters of the other have no gradient, not one of zeros: an optimizer skips them."""
+    layer, x = make_layer(indexer_loss=where), make_input()
+    out, loss, _ = layer(x)
+    (out.sum() if used == "out" else loss).backward()
+    for name, parameter in layer.named_parameters():
+        assert (parameter.grad is not None) == (name.startswith("indexer.") == (used == "loss")), name
 
 
 def test_errors_of_indexer_loss() -> None:
