@@ -69,6 +69,8 @@ class SparseMLA(nn.Module):
         phase: the initial phase.
     """
 
+    indexer_loss: IndexerLoss = "forward"  # of layers that were pickled before there was a choice
+
     def __init__(
         self,
         hidden_size: int,
@@ -108,7 +110,7 @@ class SparseMLA(nn.Module):
         self.sm_scale = (nope_dim + rope_dim) ** -0.5 * (1.0 if yarn is None else yarn.sm_scale)
         if indexer_loss not in ("forward", "deferred"):
             raise ValueError(f"SparseMLA: indexer_loss must be 'forward' or 'deferred', got {indexer_loss!r}")
-        self.indexer_loss: IndexerLoss = indexer_loss
+        self.indexer_loss = indexer_loss
         self.phase = phase
 
         def projection(columns: int, rows: int) -> nn.Linear:
