@@ -115,7 +115,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
 
   if (dist.numel() > 0) {
     // The main kernel has P of one query's heads, unless a sink is part of it.
-    if (heads == 0 || !(params.merged || attn_sink)) {
+    if (!params.merged && !attn_sink) {
       zero_(dist);
       params.dist = static_cast<float*>(dist.data_ptr());
     } else {
