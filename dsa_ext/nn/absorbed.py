@@ -67,6 +67,7 @@ def absorbed_attention(
     deterministic: bool = False,
     distribution: bool = False,
     learner: IndexerTensors | None = None,
+    deferred: bool = False,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> Absorbed:
@@ -82,8 +83,9 @@ def absorbed_attention(
         out_weight: projects the values of all heads [columns, H * v]. They are then not kept either.
         sm_scale, deterministic, starts, ends: see functional.sparse_mla. Causal without `starts` and `ends`.
         distribution: whether to return the attention weights too, summed over heads.
-        learner: tensors of an indexer that learns to predict these weights. If the attention learns too, the loss is
-            computed in its backward, which has the weights anyway: until then it is 0.
+        learner: tensors of an indexer that learns to predict these weights.
+        deferred: whether the learner's loss is computed in the backward, which has the weights anyway, if attention and
+            indexer both learn. Until then it is 0.
     """
     heads, kv, out_weight = (as_autocast(t) for t in (heads, kv, out_weight))
     if learner is not None:
@@ -106,7 +108,7 @@ def absorbed_attention(
         return Absorbed(out, lse.detach(), p if distribution else None, loss)
     given = heads, *weights, kv, out_weight
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    defers = learner is not None and keep and any(t.requires_grad for t in learner)
+    defers = deferred and learner is not None and keep and any(t.requires_grad for t in learner)
     index = learner if defers else (None,) * 3
     asks = distribution or (learner is not None and not defers)
     out, lse, p, loss = _AbsorbedAttention.apply(*given, *index, ids, *rope, starts, ends, asks, keep, slots)  # type: ignore[no-untyped-call, misc]
@@ -264,7 +266,8 @@ def _gradients(
     """Of the heads, the weights of keys and of values, the keys, the weight of the output, and of an indexer that
     learns."""
     heads, key_weight, value_weight, kv, out_weight, *saved_index, ids, cos, sin, starts, ends = saved[:13]
-    latents, lses = saved[13 : 13 + (len(saved) - 13) // 2], saved[13 + (len(saved) - 13) // 2 :]  # of all parts
+    results = saved[13:]
+    latents, lses = results[: len(results) // 2], results[len(results) // 2 :]  # of all parts
     absorption = _Absorption(heads, key_weight, cos, sin, ctx.interleaved)
     parts = list(_parts(heads, absorption.columns))
     dout_weight = None

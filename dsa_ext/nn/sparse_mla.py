@@ -302,7 +302,7 @@ class SparseMLA(nn.Module):
         heads, kv_b = as_autocast(self._heads(q_latent)), self._kv_b(x)
         if keys is not None:
             kv, out_weight = cache.gather(layer, heads.dtype)[None, :, None], plain_weight(self.o_proj)
-            out = self._attend(heads, kv, kv_b, keys[:, :, None], rows, out_weight, distribution=False).out
+            out = self._attend(heads, kv, kv_b, keys[:, :, None], rows, out_weight).out
             return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, None, ids)
         key_weight, value_weight = self._weights(kv_b)
         q = absorbed_queries(heads, key_weight, self._rope(heads, rows))
@@ -344,15 +344,10 @@ class SparseMLA(nn.Module):
         """
         learns = tensors is not None and torch.is_grad_enabled()
         listed = _all_keys(heads, kv) if ids is None else ids[:, :, None]
-        learner = tensors if learns and ids is not None and self.indexer_loss == "deferred" else None
-        distribution = learns and ids is not None and learner is None
-        out, lse, p, loss = self._attend(
-            heads, kv, kv_b, listed, rows, out_weight, distribution=distribution, learner=learner
-        )
+        learner = tensors if learns and ids is not None else None
+        out, lse, _, loss = self._attend(heads, kv, kv_b, listed, rows, out_weight, learner=learner)
         if tensors is None or not learns or loss is not None:
             return out, loss
-        if ids is not None and p is not None:
-            return out, functional.indexer_loss(self.indexer.scores(tensors, ids), p)
         with torch.no_grad():
             q = absorbed_queries(heads, self._weights(kv_b)[0], self._rope(heads, rows))
         each = sequences(*tensors, q, kv.detach()[:, :, 0], lse)
@@ -369,7 +364,7 @@ class SparseMLA(nn.Module):
         rows: Rows,
         out_weight: Tensor | None = None,
         *,
-        distribution: bool,
+        distribution: bool = False,
         learner: IndexerTensors | None = None,
     ) -> Absorbed:
         """Attention to the listed keys."""
@@ -377,7 +372,7 @@ class SparseMLA(nn.Module):
         return absorbed_attention(
             heads, key_weight, value_weight, kv, listed, self._rope(heads, rows),
             sm_scale=self.sm_scale, out_weight=out_weight, distribution=distribution, learner=learner,
-            **rows.visible(),
+            deferred=self.indexer_loss == "deferred", **rows.visible(),
         )  # fmt: skip
 
     def _kv_b(self, x: Tensor) -> Tensor:

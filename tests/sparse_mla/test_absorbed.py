@@ -78,7 +78,7 @@ def test_deferred_loss(queries: int, bounded: bool, frozen: bool, monkeypatch: p
         leaves = [t.detach() for t in leaves]
     out, _, p = plain(leaves, ids, rope, **visible)
     loss = functional.indexer_loss(scores_of_keys(learner, ids[:, :, 0]), p)
-    got = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, learner=learner, **visible)
+    got = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, learner=learner, deferred=True, **visible)
     assert (got.loss == 0) == (not frozen)
     assert got.distribution is None
     wanted = [*([] if frozen else leaves), *learner]
@@ -90,7 +90,7 @@ def test_deferred_loss(queries: int, bounded: bool, frozen: bool, monkeypatch: p
 @pytest.mark.parametrize("used", ["out", "loss"])
 def test_a_deferred_loss_and_an_output_that_no_gradient_reaches(used: str) -> None:
     (leaves, ids, rope), learner = make_inputs(), make_learner()
-    got = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, learner=learner)
+    got = absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, learner=learner, deferred=True)
     total = got.out.sum() if used == "out" else got.loss
     gradients = torch.autograd.grad(total, [*leaves, *learner], allow_unused=True)
     assert [g is not None and bool(g.any()) for g in gradients] == [used == "out"] * 4 + [used == "loss"] * 3
