@@ -8,8 +8,8 @@ all parameters and of the input, in bf16. The time is the median of as many step
 The peer is dense_layer: the same parameters in multi-head form, without an indexer. A query at a position below 2048
 reads all its keys in both, so these rows are checked against each other in every case.
 
-`glue` is the part of the layer's step that is not spent in its operators and matmuls, each of which is timed within the
-step.
+`glue` is the part of the layer's step that is not spent in its operators, in PyTorch's attention of the first rows, and
+in matmuls, each of which is timed within the step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -125,14 +125,16 @@ class Step:
 
 
 class OperatorTimes(TorchDispatchMode):
-    """Times the operators of torch.ops.dsa and the matmuls that are called in its scope; all other work is glue."""
+    """Times the operators of torch.ops.dsa, PyTorch's attention and the matmuls that are called in its scope; all other
+    work is glue."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "dsa" and func not in MATMULS:
+        is_attention = func._opname.startswith("_scaled_dot_product")
+        if func.namespace != "dsa" and func not in MATMULS and not is_attention:
             return func(*args, **(kwargs or {}))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

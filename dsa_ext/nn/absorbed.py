@@ -3,6 +3,9 @@
 The attention kernels read queries of latent + rope columns, three times as many at the sizes of DeepSeek-V3.2. So
 absorbed_attention makes these for some thousand queries at a time, forward and backward, and keeps none.
 
+The first queries of a sequence see no more keys than are selected. They attend to all of them, which DenseAttention
+computes with fewer operations.
+
 torch.compile decides itself what to keep, so it gets the plain formulas, and so do the transforms of torch.func.
 """
 
@@ -15,6 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from dsa_ext import functional
+from dsa_ext.nn.dense import DenseAttention
 from dsa_ext.nn.heads import multiply, multiply_heads, weight_gradient
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
 from dsa_ext.nn.rotary import rotated, write_rotated
@@ -26,7 +30,7 @@ _BYTES = 2**30
 
 class Absorbed(NamedTuple):
     out: Tensor  # values of the heads [B, S, H, v], or their projection [B, S, columns]
-    lse: Tensor  # [B, S, H], without gradient
+    lse: Tensor | None  # [B, S, H], without gradient; None with `dense_rows`
     distribution: Tensor | None  # attn_dist [B, S, K], without gradient
     loss: Tensor | None  # of `learner`, the mean over queries
 
@@ -70,6 +74,7 @@ def absorbed_attention(
     deferred: bool = False,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    dense_rows: int = 0,
 ) -> Absorbed:
     """Attention of each head to listed keys, in the absorbed form.
 
@@ -86,6 +91,10 @@ def absorbed_attention(
         learner: tensors of an indexer that learns to predict these weights.
         deferred: whether the learner's loss is computed in the backward, which has the weights anyway, if attention and
             indexer both learn. Until then it is 0.
+        dense_rows: so many of the first queries of each sequence list all keys up to their own, which are those of the
+            same rows; without `starts` and `ends`. Their gradients, and where no weights are needed their values, are
+            those of DenseAttention, unless gradients have to be deterministic or the loss is deferred. torch.compile
+            gets the plain formulas.
     """
     heads, kv, out_weight = (as_autocast(t) for t in (heads, kv, out_weight))
     if learner is not None:
@@ -110,8 +119,12 @@ def absorbed_attention(
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     defers = deferred and learner is not None and keep and any(t.requires_grad for t in learner)
     index = learner if defers else (None,) * 3
+    if defers or deterministic or torch.are_deterministic_algorithms_enabled():
+        dense_rows = 0
     asks = distribution or (learner is not None and not defers)
-    out, lse, p, loss = _AbsorbedAttention.apply(*given, *index, ids, *rope, starts, ends, asks, keep, slots)  # type: ignore[no-untyped-call, misc]
+    out, lse, p, loss = _AbsorbedAttention.apply(
+        *given, *index, ids, *rope, starts, ends, dense_rows, asks, keep, slots
+    )  # type: ignore[no-untyped-call, misc]
     if learner is not None and not defers:
         loss = _indexer_loss(learner, ids, p, deterministic, "mean")
     return Absorbed(out, lse, p if distribution else None, loss)
@@ -122,6 +135,7 @@ class _Queries(NamedTuple):
 
     batch: slice
     rows: slice
+    dense: bool = False  # whether they list all keys up to their own
 
     def of(self, tensor: Tensor) -> Tensor:
         """Their part of a tensor [B, S, ...]."""
@@ -139,14 +153,18 @@ def _all_queries(heads: Tensor) -> _Queries:
     return _Queries(slice(0, heads.shape[0]), slice(0, heads.shape[1]))
 
 
-def _parts(heads: Tensor, columns: int) -> Iterator[_Queries]:
-    """All queries in parts of about equal size, whose absorbed form of so many columns has at most _BYTES."""
+def _parts(heads: Tensor, columns: int, dense_rows: int) -> Iterator[_Queries]:
+    """All queries in parts of about equal size, whose absorbed form of so many columns has at most _BYTES; the first
+    `dense_rows` of sequences apart."""
     batch, seq, n_heads = heads.shape[:3]
     most = max(1, _BYTES // (n_heads * columns * heads.element_size()))
-    sequences = _divided(batch, max(1, most // max(1, seq)))
-    for batch_part in sequences:
-        for rows in _divided(seq, most):
-            yield _Queries(batch_part, rows)
+    whole = dense_rows in (0, seq)
+    for sequences in _divided(batch, max(1, most // max(1, seq)) if whole else 1):
+        if dense_rows > 0:
+            yield _Queries(sequences, slice(0, dense_rows), dense=True)
+        if dense_rows == 0 or not whole:
+            for rows in _divided(seq - dense_rows, most):
+                yield _Queries(sequences, slice(dense_rows + rows.start, dense_rows + rows.stop))
 
 
 def _divided(length: int, most: int) -> list[slice]:
@@ -185,6 +203,13 @@ class _Absorption:
         heads = rows.of(self.heads).flatten(0, 1)
         return weight_gradient(heads[..., : self.nope], dq.flatten(0, 1)[..., : self.latent])
 
+    def dense(
+        self, rows: _Queries, value_weight: Tensor, kv: Tensor, sm_scale: float, *, differentiable: bool
+    ) -> DenseAttention:
+        """Attention of these rows, the first ones, to the keys of the same rows."""
+        given = rows.of(self.heads), self.key_weight, value_weight, rows.of(kv), *self._tables(rows)
+        return DenseAttention(*given, self.interleaved, sm_scale, differentiable=differentiable)
+
     def _tables(self, rows: _Queries) -> tuple[Tensor, Tensor]:
         shape = *self.heads.shape[:2], 1, -1
         return rows.of(self.cos.expand(shape)), rows.of(self.sin.expand(shape))
@@ -208,46 +233,54 @@ class _AbsorbedAttention(torch.autograd.Function):
         interleaved: bool,
         starts: Tensor | None,
         ends: Tensor | None,
+        dense_rows: int,
         distribution: bool,
         keep: bool,
         slots: dict[str, Any],
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         heads = heads.contiguous()
         absorption = _Absorption(heads, key_weight, cos, sin, interleaved)
         shape = heads.shape[:2]
         columns = value_weight.shape[:2] if out_weight is None else out_weight.shape[:1]
         out = heads.new_empty(*shape, *columns)
         latents, lses, ps = [], [], []
-        for rows in _parts(heads, absorption.columns):
-            q, keys, listed = absorption.queries(rows), kv[rows.batch], rows.of(ids)
-            visible = rows.visible(starts, ends)
-            latent, lse = functional.sparse_mla(
-                q, keys, listed, d_v=value_weight.shape[2], return_lse=True, **visible, **slots
-            )
-            if out_weight is None:
-                multiply(rows.of(out).flatten(0, 1), latent.flatten(0, 1), value_weight.mT)
+        for part in _parts(heads, absorption.columns, dense_rows):
+            rows = part._replace(dense=part.dense and not distribution)  # weights are those of the absorbed form
+            if rows.dense:
+                result = absorption.dense(rows, value_weight, kv, slots["sm_scale"], differentiable=False).values
             else:
-                values = _values([latent], value_weight).flatten(1)
-                rows.of(out).flatten(0, 1).addmm_(values, out_weight.mT, beta=0)
-            if distribution:
-                ps.append(functional.attn_dist(q, keys, listed, lse, sm_scale=slots["sm_scale"], **visible)[:, :, 0])
-            lses.append(lse)
-            if keep:
-                latents.append(latent)
-            del q, latent
+                q, keys, listed = absorption.queries(rows), kv[rows.batch], rows.of(ids)
+                visible = rows.visible(starts, ends)
+                result, lse = functional.sparse_mla(
+                    q, keys, listed, d_v=value_weight.shape[2], return_lse=True, **visible, **slots
+                )
+                if distribution:
+                    p = functional.attn_dist(q, keys, listed, lse, sm_scale=slots["sm_scale"], **visible)
+                    ps.append(p[:, :, 0])
+                del q
+            to = rows.of(out).flatten(0, 1)
+            if out_weight is None:
+                _write_values(to, rows, result, value_weight)
+            else:
+                to.addmm_(_values([rows], [result], value_weight).flatten(1), out_weight.mT, beta=0)
+            if not part.dense:
+                lses.append(lse)
+                if keep:
+                    latents.append(result)
+            del result
         index = index_q, index_k, index_weights
         ctx.save_for_backward(
             heads, key_weight, value_weight, kv, out_weight, *index, ids, cos, sin, starts, ends, *latents, *lses
         )
-        ctx.interleaved, ctx.slots = interleaved, slots
-        lse, p = _joined(lses, shape), _joined(ps, shape) if distribution else None
-        ctx.mark_non_differentiable(*(t for t in (lse, p) if t is not None))
+        ctx.interleaved, ctx.dense_rows, ctx.slots = interleaved, dense_rows, slots
+        of_all = _joined(lses, shape) if dense_rows == 0 else None, _joined(ps, shape) if distribution else None
+        ctx.mark_non_differentiable(*(t for t in of_all if t is not None))
         ctx.set_materialize_grads(False)
         loss = None if index_weights is None else index_weights.new_zeros(())
         # The backward writes the value there.
         ctx.loss = None if loss is None else loss.detach()
         ctx.version = None if loss is None else loss._version
-        return out, lse, p, loss
+        return out, *of_all, loss
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
@@ -257,7 +290,7 @@ class _AbsorbedAttention(torch.autograd.Function):
             gradients = _gradients(ctx, dout, dloss, saved)
         given = [t for t in (dout, dloss) if t is not None]
         gradients = not_differentiable_again("sparse_mla_bwd", gradients, *given, *saved)
-        return *gradients, *(None,) * 9
+        return *gradients, *(None,) * 10
 
 
 def _gradients(
@@ -266,13 +299,11 @@ def _gradients(
     """Of the heads, the weights of keys and of values, the keys, the weight of the output, and of an indexer that
     learns."""
     heads, key_weight, value_weight, kv, out_weight, *saved_index, ids, cos, sin, starts, ends = saved[:13]
-    results = saved[13:]
-    latents, lses = results[: len(results) // 2], results[len(results) // 2 :]  # of all parts
+    results = saved[13:]  # of all parts that are not dense
+    latents, lses = results[: len(results) // 2], results[len(results) // 2 :]
     absorption = _Absorption(heads, key_weight, cos, sin, ctx.interleaved)
-    parts = list(_parts(heads, absorption.columns))
-    dout_weight = None
-    if ctx.needs_input_grad[4] and dout is not None:
-        dout_weight = _out_weight_gradient(dout, parts, latents, value_weight, out_weight)
+    parts = list(_parts(heads, absorption.columns, ctx.dense_rows))
+    dense, others = [rows for rows in parts if rows.dense], [rows for rows in parts if not rows.dense]
     attends = dout is not None and any(ctx.needs_input_grad[:4])
     learner = None
     if dloss is not None:
@@ -281,20 +312,41 @@ def _gradients(
                 "SparseMLA: a deferred indexer_loss was changed in place before the backward computed it"
             )
         learner = _Learner(IndexerTensors(*saved_index), dloss, len(parts), ctx.slots["deterministic"])
-    if not attends and learner is None:
-        return *(None,) * 4, dout_weight, *(None,) * 3
     dheads = torch.empty_like(heads) if attends else None
     dkey_weight, dvalue_weight, dkv = (_Sum(t, len(parts)) for t in (key_weight, value_weight, kv))
-    for rows, latent, lse in zip(parts, latents, lses, strict=True):
+
+    def dvalues_of(rows: _Queries) -> Tensor:
+        assert dout is not None
+        dvalues = rows.of(dout).flatten(0, 1)
+        return dvalues if out_weight is None else (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))
+
+    values = []
+    for rows in dense if dout is not None else ():
+        attention = absorption.dense(rows, value_weight, kv, ctx.slots["sm_scale"], differentiable=attends)
+        values.append(attention.values)
+        if dheads is not None:
+            gradients = attention.backward(dvalues_of(rows))
+            gradients.write_heads(rows.of(dheads))
+            dkv.add(gradients.keys(), (rows.batch, rows.rows))
+            if ctx.needs_input_grad[1]:
+                dkey_weight.add(gradients.key_weight())
+            if ctx.needs_input_grad[2]:
+                dvalue_weight.add(gradients.value_weight())
+            del gradients
+        del attention
+    dout_weight = None
+    if ctx.needs_input_grad[4] and dout is not None:
+        dout_weight = _out_weight_gradient(dout, [*dense, *others], [*values, *latents], value_weight, out_weight)
+    del values
+    if not attends and learner is None:
+        return *(None,) * 4, dout_weight, *(None,) * 3
+    for rows, latent, lse in zip(others, latents, lses, strict=True):
         listed, visible = rows.of(ids), rows.visible(starts, ends)
         if dheads is None:
             options = {"sm_scale": ctx.slots["sm_scale"], "per_head_block": True}
             dist = functional.attn_dist(absorption.queries(rows), kv[rows.batch], listed, lse, **visible, **options)
         else:
-            assert dout is not None
-            dvalues = rows.of(dout).flatten(0, 1)
-            if out_weight is not None:
-                dvalues = (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))
+            dvalues = dvalues_of(rows)
             dlatent = torch.empty_like(latent)
             multiply(dlatent.flatten(0, 1), dvalues, value_weight)
             if ctx.needs_input_grad[2]:
@@ -355,29 +407,38 @@ def _indexer_loss(
 
 
 def _out_weight_gradient(
-    dout: Tensor, parts: list[_Queries], latents: Sequence[Tensor], value_weight: Tensor, out_weight: Tensor
+    dout: Tensor, parts: list[_Queries], results: Sequence[Tensor], value_weight: Tensor, out_weight: Tensor
 ) -> Tensor | None:
-    """Takes several parts of the queries together, as long as their values have at most _BYTES: the weight is large,
-    and each part would cost an addition in fp32."""
-    bytes_of_part = latents[0].nbytes // max(1, value_weight.shape[2]) * value_weight.shape[1]
-    together = max(1, _BYTES // max(1, bytes_of_part))
+    """From the values of dense parts and the latents of others. Takes several parts of the queries together, as long as
+    their values have about _BYTES at most: the weight is large, and each part would cost an addition in fp32."""
+    bytes_of_values = dout.shape[0] * dout.shape[1] * out_weight.shape[1] * out_weight.element_size()
+    together = max(1, _BYTES * len(parts) // max(1, bytes_of_values))
     starts = range(0, len(parts), together)
     gradient = _Sum(out_weight, len(starts))
     for start in starts:
         some = slice(start, start + together)
         douts = [rows.of(dout).flatten(0, 1) for rows in parts[some]]
-        values = _values(latents[some], value_weight).flatten(1)
+        values = _values(parts[some], results[some], value_weight).flatten(1)
         gradient.add((douts[0] if len(douts) == 1 else torch.cat(douts)).mT @ values)
     return gradient.result()
 
 
-def _values(latents: Sequence[Tensor], value_weight: Tensor) -> Tensor:
-    """The values of heads [tokens, H, v], of latents [B, S, H, latent] one after another."""
-    tokens = [latent.shape[0] * latent.shape[1] for latent in latents]
-    values = latents[0].new_empty(sum(tokens), *value_weight.shape[:2])
-    for part, latent in zip(values.split(tokens), latents, strict=True):
-        multiply(part, latent.flatten(0, 1), value_weight.mT)
+def _values(parts: list[_Queries], results: Sequence[Tensor], value_weight: Tensor) -> Tensor:
+    """The values of heads [tokens, H, v] of the parts one after another, from values of dense parts [B, S, H, v] and
+    latents of others [B, S, H, latent]."""
+    tokens = [result.shape[0] * result.shape[1] for result in results]
+    values = results[0].new_empty(sum(tokens), *value_weight.shape[:2])
+    for rows, out, result in zip(parts, values.split(tokens), results, strict=True):
+        _write_values(out, rows, result, value_weight)
     return values
+
+
+def _write_values(out: Tensor, rows: _Queries, result: Tensor, value_weight: Tensor) -> None:
+    """Writes the values of one part."""
+    if rows.dense:
+        out.copy_(result.flatten(0, 1))
+    else:
+        multiply(out, result.flatten(0, 1), value_weight.mT)
 
 
 class _Sum:
@@ -387,13 +448,13 @@ class _Sum:
         self.like, self.parts = like, parts
         self.sum: Tensor | None = None
 
-    def add(self, part: Tensor, batch: slice = slice(None)) -> None:
+    def add(self, part: Tensor, where: slice | tuple[slice, slice] = slice(None)) -> None:
         if self.parts == 1 or self.like is None:
             self.sum = part
             return
         if self.sum is None:
             self.sum = self.like.new_zeros(self.like.shape, dtype=torch.promote_types(self.like.dtype, torch.float32))
-        self.sum[batch] += part
+        self.sum[where] += part
 
     def result(self) -> Tensor | None:
         return None if self.sum is None or self.like is None else self.sum.to(self.like.dtype)

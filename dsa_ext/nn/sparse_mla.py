@@ -39,7 +39,9 @@ class SparseMLA(nn.Module):
       attention to these.
 
     All but the dense phase without `cu_seqlens` run in the absorbed form, in which one latent row per token is key and
-    value of all heads.
+    value of all heads. In the sparse phase the first `topk` queries see no more keys than are selected, and attend to
+    all of them as in the dense phase, but not with `cu_seqlens`, `ids` or `cache`, under torch.compile, or with
+    deterministic algorithms. While the indexer learns, only their gradients are computed so.
 
     The indexer's input is detached: the indexer's loss trains the indexer only, and the language-model loss trains
     everything else. Add `indexer_loss` to the loss, or call backward on both.
@@ -345,9 +347,15 @@ class SparseMLA(nn.Module):
         learns = tensors is not None and torch.is_grad_enabled()
         listed = _all_keys(heads, kv) if ids is None else ids[:, :, None]
         learner = tensors if learns and ids is not None else None
-        out, lse, _, loss = self._attend(heads, kv, kv_b, listed, rows, out_weight, learner=learner)
+        # Its own indexer selects every key of the first queries; ids from elsewhere may be any.
+        selects = tensors is not None and ids is not None and rows.bounds is None
+        out, lse, _, loss = self._attend(
+            heads, kv, kv_b, listed, rows, out_weight,
+            learner=learner, dense_rows=min(heads.shape[1], self.topk) if selects else 0,
+        )  # fmt: skip
         if tensors is None or not learns or loss is not None:
             return out, loss
+        assert lse is not None
         with torch.no_grad():
             q = absorbed_queries(heads, self._weights(kv_b)[0], self._rope(heads, rows))
         each = sequences(*tensors, q, kv.detach()[:, :, 0], lse)
@@ -366,13 +374,14 @@ class SparseMLA(nn.Module):
         *,
         distribution: bool = False,
         learner: IndexerTensors | None = None,
+        dense_rows: int = 0,
     ) -> Absorbed:
         """Attention to the listed keys."""
         key_weight, value_weight = self._weights(kv_b)
         return absorbed_attention(
             heads, key_weight, value_weight, kv, listed, self._rope(heads, rows),
             sm_scale=self.sm_scale, out_weight=out_weight, distribution=distribution, learner=learner,
-            deferred=self.indexer_loss == "deferred", **rows.visible(),
+            deferred=self.indexer_loss == "deferred", dense_rows=dense_rows, **rows.visible(),
         )  # fmt: skip
 
     def _kv_b(self, x: Tensor) -> Tensor:

@@ -50,6 +50,9 @@ def test_bounds_are_those_of_the_mask(name: str, queries: int, padded: bool, com
     arguments |= {"mask_function": function, "attention_mask": is_token if padded else None, "device": "cpu"}
     call = torch.compile(masks.row_bounds, backend="eager", fullgraph=True) if compiled else masks.row_bounds
     bounds = call(**arguments)
+    if name == "causal" and queries == 9 and not padded and not compiled:
+        assert bounds is None
+        bounds = torch.stack(masks.bounds_of(None, torch.empty(2, 9, 0)), dim=-1)[:, None]
     assert (bounds.dtype, bounds.shape) == (torch.int32, (2, 1, queries, 3))
     starts, ends, _ = bounds[:, 0].unbind(-1)
     key = torch.arange(9)
@@ -63,7 +66,26 @@ def test_bounds_of_long_masks_are_checked_in_runs(monkeypatch: pytest.MonkeyPatc
         expected = masks.row_bounds(**arguments, mask_function=function)
         with monkeypatch.context() as patch:
             patch.setattr(reference.indexer, "_CHUNK_ELEMENTS", 40)
-            assert torch.equal(masks.row_bounds(**arguments, mask_function=function), expected), name
+            bounds = masks.row_bounds(**arguments, mask_function=function)
+            assert bounds is expected is None if name == "causal" else torch.equal(bounds, expected), name
+
+
+@pytest.mark.parametrize(
+    ("change", "is_plain"),
+    [
+        ({}, True),
+        ({"attention_mask": torch.ones(2, 9, dtype=torch.bool)}, True),
+        ({"attention_mask": torch.ones(2, 9, dtype=torch.bool).tril(7)}, False),  # the first sequence is padded
+        ({"q_length": 4, "q_offset": 5}, False),  # after a cache of 5 tokens
+        ({"q_length": 4, "q_offset": torch.tensor(0)}, False),  # into a static cache
+        ({"q_offset": torch.tensor(0)}, False),
+        ({"use_vmap": True}, False),
+    ],
+    ids=str,
+)
+def test_plain_causal_masks_are_none(change: dict[str, Any], is_plain: bool) -> None:
+    arguments: Any = {"batch_size": 2, "q_length": 9, "kv_length": 9, "device": "cpu"}
+    assert (masks.row_bounds(**arguments | change) is None) == is_plain
 
 
 def test_masks_that_are_no_intervals_stay_masks() -> None:
@@ -77,7 +99,7 @@ def test_masks_that_are_no_intervals_stay_masks() -> None:
     ):
         mask = masks.row_bounds(**arguments | change)
         assert torch.equal(mask, masking.sdpa_mask(**arguments | change, allow_is_causal_skip=False))
-    bounds = masks.bounds_of(mask, 1, 9)  # layers take those of the last
+    bounds = masks.bounds_of(mask, torch.empty(1, 9, 0))  # layers take those of the last
     assert bounds is not None
     assert bounds.starts.tolist() == [[0] * 6 + [6] * 3]
     compiled = torch.compile(masks.row_bounds, backend="eager", fullgraph=True)

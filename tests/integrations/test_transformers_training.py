@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_models import MODELS, integration, make_model, tokens, transformers
 
+from dsa_ext.nn import absorbed
+
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -276,3 +278,44 @@ def test_deterministic_gradients(deterministic: bool | None, checkpointing: bool
         model(ids, labels=ids, use_cache=False).loss.backward()
     wanted = {bool(deterministic)}
     assert flags.seen == {"sparse_mla_bwd": wanted, "indexer_scores_bwd": wanted}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("train_indexer", [False, True])
+def test_the_first_queries_are_dense(name: str, train_indexer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every layer, also in those that share an indexer, with what listed keys give."""
+    model, ids = make_model(name).train(), tokens()
+    rows, plain = [], absorbed.DenseAttention
+
+    def counted(heads: Any, *args: Any, **options: Any) -> Any:
+        rows.append(heads.shape[1])
+        return plain(heads, *args, **options)
+
+    monkeypatch.setattr(absorbed, "DenseAttention", counted)
+
+    def results(deterministic: bool, **inputs: Any) -> list[Any]:
+        model.zero_grad()
+        with integration.enable(model, train_indexer=train_indexer, deterministic=deterministic):
+            out = model(ids, labels=ids, use_cache=False, **inputs)
+            out.loss.backward()
+        return [out.logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = results(True)
+    assert not rows
+    for inputs in ({}, {"attention_mask": torch.ones_like(ids)}):
+        torch.testing.assert_close(results(False, **inputs), expected, rtol=1e-4, atol=1e-5)
+    learning = 0 if not train_indexer else sum(layer.self_attn.indexer is not None for layer in model.model.layers)
+    passes = 2 * 4 - learning  # forward and backward, but no forward where an indexer learns
+    assert rows == [8] * (passes * len(ids) * 2)
+    rows.clear()
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    results(False, attention_mask=padded)
+    packed = torch.cat([torch.arange(15), torch.arange(25)]).expand(2, -1)
+    results(False, position_ids=packed)
+    with integration.enable(model) as handle, torch.no_grad():
+        with handle.record() as selections:
+            model(ids, use_cache=False)
+        with handle.replay(selections):
+            model(ids, use_cache=False)
+    assert not rows

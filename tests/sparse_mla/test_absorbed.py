@@ -123,6 +123,77 @@ def test_output_projection(queries: int, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(*gradients)
 
 
+def with_complete_lists(ids: Tensor, dense_rows: int) -> Tensor:
+    """The ids, where the first queries list all keys up to their own."""
+    ids = torch.cat([ids, ids.new_full((BATCH, SEQ, 1, SEQ - SLOTS), -1)], dim=-1)
+    key = torch.arange(SEQ, dtype=torch.int32)
+    ids[:, :dense_rows, 0] = key.where(key <= key[:, None], -1)[:dense_rows]
+    return ids
+
+
+@pytest.mark.parametrize("dense_rows", [1, 4, SEQ])
+@pytest.mark.parametrize("queries", [3, 2 * SEQ, BATCH * SEQ])
+@pytest.mark.parametrize("distribution", [False, True])
+@pytest.mark.parametrize("projected", [False, True])
+def test_dense_rows(
+    dense_rows: int, queries: int, distribution: bool, projected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(absorbed, "_BYTES", queries * HEADS * (LATENT + ROPE) * 8)
+    leaves, ids, rope = make_inputs()
+    ids = with_complete_lists(ids, dense_rows)
+    expected, _, p = plain(leaves, ids, rope)
+    weight = None
+    if projected:
+        weight = torch.linspace(-1, 1, 7 * HEADS * V, dtype=torch.float64).sin().view(7, -1).requires_grad_()
+        expected, leaves = linear(expected.flatten(2), weight), [*leaves, weight]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        got = absorbed_attention(
+            *leaves[:4], ids, rope, sm_scale=SCALE, out_weight=weight, distribution=distribution, dense_rows=dense_rows
+        )
+    latents = sum(len(t.flatten(0, -2)) for t in kept if t.shape[2:] == (HEADS, LATENT))
+    assert latents == BATCH * (SEQ - dense_rows) * HEADS
+    torch.testing.assert_close(got.out, expected)
+    assert got.lse is None
+    if distribution:
+        torch.testing.assert_close(got.distribution, p)
+    with torch.no_grad():
+        out = absorbed_attention(*leaves[:4], ids, rope, sm_scale=SCALE, out_weight=weight, dense_rows=dense_rows).out
+    torch.testing.assert_close(out, expected)
+    for wanted in (leaves, *([leaf] for leaf in leaves)):
+        gradients = [torch.autograd.grad(o.sin().sum(), wanted, retain_graph=True) for o in (got.out, expected)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("by", ["argument", "torch"])
+def test_dense_rows_of_deterministic_calls(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the same bits as listed keys."""
+    monkeypatch.setattr(absorbed, "DenseAttention", None)
+    leaves, ids, rope = make_inputs()
+    ids = with_complete_lists(ids, 4)
+    torch.use_deterministic_algorithms(by == "torch")
+    try:
+        outs = [
+            absorbed_attention(
+                *leaves, ids, rope, sm_scale=SCALE, deterministic=by == "argument", dense_rows=dense_rows
+            ).out
+            for dense_rows in (0, 4)
+        ]
+        gradients = [torch.autograd.grad(out.sin().sum(), leaves) for out in outs]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*outs)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_dense_rows_show_nan() -> None:
+    leaves, ids, rope = make_inputs()
+    heads, *others = (t.detach().clone() for t in leaves)
+    heads[0, 2] = torch.nan
+    out = absorbed_attention(heads, *others, with_complete_lists(ids, 4), rope, sm_scale=SCALE, dense_rows=4).out
+    assert torch.equal(out.isnan().all(-1).all(-1).nonzero(), torch.tensor([[0, 2]]))
+
+
 def test_plain_projections() -> None:
     plain_one, with_bias, hooked = nn.Linear(3, 4, bias=False), nn.Linear(3, 4), nn.Linear(3, 4, bias=False)
     hooked.register_forward_hook(lambda *_: None)

@@ -57,7 +57,7 @@ def test_the_selection_of_another_layer() -> None:
     layer, x = make_layer(), make_input(2, 9)
     out, loss, ids = layer(x)
     again = layer(x, ids=ids)
-    assert torch.equal(again.out, out)
+    torch.testing.assert_close(again.out, out)  # in another form: that the first queries list all keys is not known
     assert torch.equal(again.ids, ids)
     assert loss is not None
     assert again.indexer_loss is None

@@ -134,7 +134,7 @@ def _attend(
     layer: Any,
     x: Tensor,
     tables: tuple[Tensor, Tensor],
-    mask: Tensor,
+    mask: Tensor | None,
     cache: Cache | None,
     ids: Tensor | None,
     interleaved_indexer: bool,
@@ -145,7 +145,7 @@ def _attend(
     is_first = is_compiling() or torch._C._current_graph_task_id() == -1  # not when a checkpoint computes it again
     if is_first:
         options.losses.pop(layer.layer_idx, None)
-    bounds = bounds_of(mask, *x.shape[:2])
+    bounds = bounds_of(mask, x)
     if bounds is None:
         return None
     past = 0 if cache is None or options.recorded is None else int(cache.get_seq_length(layer.layer_idx))
@@ -182,21 +182,25 @@ def _attend(
             _record(options, layer.layer_idx, ids, past)
     listed = ids[:, :, None]
     # The bounds also hold for ids that come from elsewhere.
-    slots: Any = {"starts": bounds.starts, "ends": bounds.ends, "sm_scale": layer.scaling}
+    visible: dict[str, Any] = {} if mask is None else {"starts": bounds.starts, "ends": bounds.ends}
+    # An indexer, here or in an earlier layer, selects every key of the first queries. A replayed selection may be any
+    # other, and should give the bits that it gave when it was recorded.
+    is_selected = options.recorded is None and not options.replayed
+    dense_rows = min(ids.shape[1:]) if mask is None and is_selected else 0
     rope = Rope(cos[:, :, None], sin[:, :, None], interleaved=True)
     out_weight = plain_weight(layer.o_proj)
     out, _, p, _ = absorbed_attention(
-        heads, key_weight, value_weight, kv, listed, rope,
+        heads, key_weight, value_weight, kv, listed, rope, sm_scale=layer.scaling,
         out_weight=out_weight, deterministic=options.deterministic, distribution=trains and tensors is not None,
-        **slots,
+        dense_rows=dense_rows, **visible,
     )  # fmt: skip
     out = layer.o_proj(out.flatten(2)) if out_weight is None else out
     if tensors is not None and p is not None:
         if isinstance(layer.kv_b_proj.weight, DTensor):  # heads are split over ranks
             torch.distributed.all_reduce(p, group=layer.kv_b_proj.weight.device_mesh.get_group())
-        visible = (ids >= bounds.starts[..., None]) & (ids < bounds.ends[..., None])
+        is_visible = (ids >= bounds.starts[..., None]) & (ids < bounds.ends[..., None])
         scores = scores_of_keys(tensors, ids, options.deterministic)
-        loss = functional.indexer_loss(scores, p, valid=visible, row_weights=bounds.counts.to(p.dtype))
+        loss = functional.indexer_loss(scores, p, valid=is_visible, row_weights=bounds.counts.to(p.dtype))
         if is_first:
             options.losses[layer.layer_idx] = loss
     return out, ids
@@ -252,7 +256,7 @@ class DsaDeepseekV32Attention(DeepseekV32Attention, metaclass=_Recorded):
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor,
+        attention_mask: Tensor | None,
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
         **kwargs: Any,
@@ -260,6 +264,7 @@ class DsaDeepseekV32Attention(DeepseekV32Attention, metaclass=_Recorded):
         done = _attend(self, hidden_states, position_embeddings, attention_mask, past_key_values, None, False)
         if done is not None:
             return done[0], None
+        assert attention_mask is not None  # None has bounds
         _warn_of_mask()
         return super().forward(
             hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, **kwargs
@@ -277,7 +282,7 @@ class DsaGlmMoeDsaAttention(GlmMoeDsaAttention, metaclass=_Recorded):
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor,
+        attention_mask: Tensor | None,
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
         prev_topk_indices: Tensor | None = None,
@@ -289,6 +294,7 @@ class DsaGlmMoeDsaAttention(GlmMoeDsaAttention, metaclass=_Recorded):
         done = _attend(self, hidden_states, position_embeddings, attention_mask, past_key_values, shared, True)
         if done is not None:
             return done[0], None, done[1]
+        assert attention_mask is not None  # None has bounds
         _warn_of_mask()
         return super().forward(
             hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, shared, **kwargs

@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from dsa_ext.nn.indexer import causal_bounds
 from dsa_ext.reference.indexer import runs
 
 #: The name of the attention implementation in a model's config.
@@ -29,10 +30,11 @@ def row_bounds(
     device: Any = None,
     use_vmap: bool = False,
     **kwargs: Any,
-) -> Tensor:
+) -> Tensor | None:
     """What transformers calls to make a mask: starts and ends of the keys that each query sees, and 1 for a query that
     is no padding, int32 [B, 1, S, 3]. An ordinary mask if these keys are not one interval, or if `use_vmap` says that
-    the function may be other than one of positions."""
+    the function may be other than one of positions. None, except in a compiled graph, if each of S queries sees all of
+    S keys up to its own."""
 
     def ordinary_mask() -> Tensor:
         options = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -45,6 +47,10 @@ def row_bounds(
 
     if use_vmap:
         return ordinary_mask()
+    is_causal = mask_function is causal_mask_function and not is_compiling()
+    is_whole = isinstance(q_offset, int) and (q_offset, kv_offset, kv_length) == (0, 0, q_length)
+    if is_causal and is_whole and (attention_mask is None or bool(attention_mask.all())):
+        return None
     position = q_offset - kv_offset + torch.arange(q_length, device=device)  # among the keys
     if mask_function is causal_mask_function:
         starts = torch.zeros(batch_size, q_length, device=device, dtype=torch.long)
@@ -121,9 +127,13 @@ class RowBounds(NamedTuple):
     counts: Tensor  # 1 if the query counts in losses, 0 if it is padding
 
 
-def bounds_of(mask: Tensor, batch: int, seq: int) -> RowBounds | None:
-    """The bounds from what the model hands its layers: those of row_bounds, or a mask [B, 1, S, T], of booleans or
-    numbers to add. None if it is no mask of one interval per query."""
+def bounds_of(mask: Tensor | None, x: Tensor) -> RowBounds | None:
+    """The bounds of the rows of x [B, S, ...] from what the model hands its layers: the result of row_bounds, or a mask
+    [B, 1, S, T], of booleans or numbers to add. None if it is no mask of one interval per query."""
+    batch, seq = x.shape[:2]
+    if mask is None:
+        starts, ends = causal_bounds(x)
+        return RowBounds(starts, ends, torch.ones_like(ends))
     if mask.dtype == torch.int32 and mask.shape[-1] == 3:
         return RowBounds(*mask[:, 0].expand(batch, seq, 3).unbind(-1))
     if mask.shape[1] != 1:

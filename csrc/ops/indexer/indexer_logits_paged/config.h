@@ -28,13 +28,13 @@ struct Config {
   constexpr int max_rows() const { return max_passes() * pass_rows; }
   // The queries of two sequences, so that one's arrive while the other's are in use; of one if they take 96 KB.
   constexpr int q_slots() const { return 2 * max_passes() * pass_bytes() <= 98304 ? 2 : 1; }
-  // As many as fit; 24 small ones or 15 of 8 KB are enough for the latency of memory, and with 24 of these, calls of 40
-  // to 80 us took 5 % longer. A multiple of the warpgroups, so that all tiles of a stage belong to one of them: another
-  // could not tell which of two phases of its barrier has ended.
+  // As many as fit; 24 small ones or 9 of 8 KB are enough for the latency of memory, and with 15 of these, calls of 10
+  // to 80 us took 2 to 3 % longer. A multiple of the warpgroups, so that all tiles of a stage belong to one of them:
+  // another could not tell which of two phases of its barrier has ended.
   constexpr int stages() const {
     constexpr int kRoom = 227 * 1024 - 768, kStageBytes = 288;  // scales of keys, barriers
     const int q_bytes = q_slots() * (max_passes() * pass_bytes() + max_rows() * int{sizeof(float)});
-    return std::min(tile_bytes() < 8192 ? 24 : 15, (kRoom - q_bytes) / (tile_bytes() + kStageBytes)) / kMathWarpgroups *
+    return std::min(tile_bytes() < 8192 ? 24 : 9, (kRoom - q_bytes) / (tile_bytes() + kStageBytes)) / kMathWarpgroups *
            kMathWarpgroups;
   }
 };

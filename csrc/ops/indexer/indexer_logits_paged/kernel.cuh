@@ -19,7 +19,6 @@
 #pragma once
 
 #include <cuda.h>
-#include <cutlass/cutlass.h>
 
 #include <cute/tensor.hpp>
 #include <type_traits>
@@ -41,10 +40,10 @@ using indexer_logits::kIsFp8;
 
 // What the feeding warp says about a tile.
 struct alignas(16) Tile {
-  int sequence;   // -1: the end of the CTA's run
-  int ordinal;    // of the sequence in the CTA's run
-  int first_key;  // in the sequence
-  int keys;       // at most kTileKeys; negative if their block does not exist, so that nothing has been loaded
+  int ordinal;     // of the sequence in the CTA's run; -1: the run has ended
+  int first_key;   // in the sequence; the tile's columns of the logits begin there
+  int keys_end;    // keys before it have been loaded, none if their block does not exist
+  int column_end;  // where the columns end
 };
 
 template <class Element, Config kC>
@@ -55,7 +54,7 @@ struct SharedStorage {
   // For each 16 rows of Q, four words for each lane of a quad, as sum_heads takes them.
   alignas(16) float weights[kC.q_slots()][kC.max_rows()];
   Tile tiles[kC.stages()];
-  int lengths[kC.q_slots()][kMaxQueries];
+  int lengths[kC.q_slots()][kMaxQueries], sequences[kC.q_slots()];
   indexer_logits::RunStorage<kThreads> plan;  // items are sequences
   alignas(8) uint64_t q_full[kC.q_slots()], q_empty[kC.q_slots()], tile_full[kC.stages()], tile_empty[kC.stages()];
 };
@@ -128,6 +127,7 @@ __device__ __forceinline__ void load_queries(SharedStorage<Element, kC>& shared,
       }
     }
     if (lane < p.queries) shared.lengths[slot][lane] = length_of(p, sequence, lane);
+    if (lane == 0) shared.sequences[slot] = sequence;
 #pragma unroll 4
     for (int row = lane; row < passes * kC.pass_rows; row += 32) {
       const int query = row / kC.heads, value = row / 8 * 2 + row % 2;
@@ -168,11 +168,11 @@ struct Feeder {
   }
 
   // Called by one lane.
-  __device__ __forceinline__ void load_tile(int sequence, int ordinal, int tile, int block) {
+  __device__ __forceinline__ void load_tile(int ordinal, int tile, int block) {
     const int tiles = page_tiles(p), page = tiles == 1 ? tile : tile / tiles, first = (tile - page * tiles) * kTileKeys;
-    const int keys = min(kTileKeys, p.page - first), slot = ring.slot;
+    const int keys = min(kTileKeys, p.page - first), first_key = page * p.page + first, slot = ring.slot;
     wait(&shared.tile_empty[slot], ring.parity ^ 1);
-    shared.tiles[slot] = {sequence, ordinal, page * p.page + first, block >= 0 ? keys : -keys};
+    shared.tiles[slot] = {ordinal, first_key, block >= 0 ? first_key + keys : 0, min(first_key + keys, p.columns)};
     if (block < 0) {
       arrive(&shared.tile_full[slot]);
       return;
@@ -201,7 +201,7 @@ struct Feeder {
       int lane = 0;
       for (int tile = begin; tile < min(end, begin + kStep); tile += kMathWarpgroups, ++lane) {
         const int block = __shfl_sync(~0u, blocks, lane);
-        if (threadIdx.x % 32 == 0) load_tile(sequence, ordinal, tile, block);
+        if (threadIdx.x % 32 == 0) load_tile(ordinal, tile, block);
         ring.advance(kMathWarpgroups);
         ++issued;
       }
@@ -222,7 +222,7 @@ struct Feeder {
     });
     if (leader) {
       wait(&shared.tile_empty[ring.slot], ring.parity ^ 1);
-      shared.tiles[ring.slot].sequence = -1;
+      shared.tiles[ring.slot].ordinal = -1;
       arrive(&shared.tile_full[ring.slot]);
     }
   }
@@ -282,23 +282,26 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
   const int upper = lane >> 1 & 1, odd = lane & 1;
   const int lane_key = warp * 16 + upper * 8 + lane / 4;
   const int passes = passes_of<kC>(p);
-  int ordinal = -1;
+  int ordinal = -2, q_slot = 0;  // no sequence yet
   float* g_lane = nullptr;  // where the first of the lane's queries has the lane's first key
   float weights[kRows / 4];
+  int lengths[(kPassQueries + 1) / 2];  // of the lane's queries in a pass; -1 if there is no such query
+  // What is the same in a whole warp comes from votes and reductions: then the compiler keeps it, and the descriptors
+  // of operands, in uniform registers.
   Ring<kC.stages()> ring;
-  for (ring.advance(cutlass::canonical_warp_group_idx());; ring.advance(kMathWarpgroups)) {
+  for (ring.advance(__reduce_max_sync(~0u, thread / 128));; ring.advance(kMathWarpgroups)) {
     wait(&shared.tile_full[ring.slot], ring.parity);
     const Tile tile = shared.tiles[ring.slot];
-    if (tile.sequence < 0) return;
-    const int q_slot = tile.ordinal % kQSlots, key = tile.first_key + lane_key;
-    const bool is_new = tile.ordinal != ordinal, is_key = lane_key < tile.keys;
-    const bool is_stored = lane_key < abs(tile.keys) && key < p.columns;
+    const int key = tile.first_key + lane_key;
     float scale = 1;
     if constexpr (kIsFp8<Element>) scale = shared.scales[ring.slot][lane_key];
+    const bool is_new = __any_sync(~0u, tile.ordinal != ordinal);
     if (is_new) {
-      wait(&shared.q_full[q_slot], tile.ordinal / kQSlots & 1);
-      g_lane = p.logits + (int64_t{tile.sequence} * p.queries + odd) * p.logits_stride + lane_key;
+      if (__any_sync(~0u, tile.ordinal < 0)) return;
       ordinal = tile.ordinal;
+      q_slot = __reduce_max_sync(~0u, ordinal % kQSlots);
+      wait(&shared.q_full[q_slot], ordinal / kQSlots & 1);
+      g_lane = p.logits + (int64_t{shared.sequences[q_slot]} * p.queries + odd) * p.logits_stride + lane_key;
     }
     float* g_logit = g_lane + tile.first_key;
 #pragma unroll 1
@@ -310,6 +313,11 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
           const auto four = *reinterpret_cast<const float4*>(shared.weights[q_slot] + row);
           weights[i] = four.x, weights[i + 1] = four.y, weights[i + 2] = four.z, weights[i + 3] = four.w;
         }
+#pragma unroll
+        for (int i = 0; i < kPassQueries; i += 2) {
+          const int query = pass * kPassQueries + i + odd;
+          lengths[i / 2] = i + odd < kPassQueries && query < p.queries ? shared.lengths[q_slot][query] : -1;
+        }
       }
       warpgroup_fence_operand(r_s);
       warpgroup_arrive();
@@ -320,15 +328,13 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
 
       float key_sums[kPassQueries];
       indexer_logits::sum_heads<Element, kC.heads, kRows>(r_s, weights, upper, key_sums);
-      const int first_query = pass * kPassQueries;
 #pragma unroll
       for (int i = 0; i < kPassQueries; i += 2, g_logit += 2 * p.logits_stride) {
         const float other = key_sums[min(i + 1, kPassQueries - 1)];
         const float sum = (odd ? other : key_sums[i]) + __shfl_xor_sync(~0u, odd ? key_sums[i] : other, 1);
         const float logit = kIsFp8<Element> ? sum * scale : sum;
-        const int query = first_query + i + odd;
-        if (i + odd < kPassQueries && query < p.queries && is_stored) {
-          *g_logit = is_key && key < shared.lengths[q_slot][query] ? logit : -INFINITY;
+        if (key < tile.column_end && lengths[i / 2] >= 0) {
+          *g_logit = key < min(tile.keys_end, lengths[i / 2]) ? logit : -INFINITY;
         }
       }
     }
