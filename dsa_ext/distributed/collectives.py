@@ -45,21 +45,20 @@ def all_rows(x: Tensor, shares: Shares, group: Group) -> "Pending":
     return _started(x, None if group is None else _Gather(shares, group))
 
 
-def rows_for_heads(x: Tensor, shares: Shares, group: Group) -> "Pending":
-    """Starts to exchange all rows with a share of heads [B, S, H / ranks, D] for a share of rows with all heads
-    [B, S_r, H, D]."""
-    return _started(x, None if group is None else _Exchange(shares, group, to_rows=True))
+def own_rows(x: Tensor, shares: Shares, group: Group) -> Tensor:
+    """This rank's rows [B, S_r, ...] of a tensor that is equal on all ranks. Its gradient has the rows of all of
+    them."""
+    return x if group is None else _OwnRows.apply(x, shares, group)  # type: ignore[no-untyped-call]
 
 
-def heads_for_rows(x: Tensor, shares: Shares, group: Group) -> "Pending":
-    """Starts to exchange a share of rows with all heads [B, S_r, H, D] for all rows with a share of heads
-    [B, S, H / ranks, D]."""
-    return _started(x, None if group is None else _Exchange(shares, group, to_rows=False))
+def rows_of_all(x: Tensor, shares: Shares, group: Group) -> Tensor:
+    """The rows of all ranks [B, S, ...], from which all of them compute the same: its gradient is that of each."""
+    return x if group is None else _RowsOfAll.apply(x, shares, group)  # type: ignore[no-untyped-call]
 
 
-def all_heads(weight: Tensor, group: Group) -> Tensor:
-    """The rows of a weight of all ranks, in the order of ranks; each rank has as many."""
-    return weight if group is None else _AllHeads.apply(weight, group)  # type: ignore[no-untyped-call]
+def whole_weight(part: Tensor, dim: int, group: Group) -> "Pending":
+    """Starts to gather a weight from its parts along a dimension, one of each rank, all of the same size."""
+    return _started(part, None if group is None else _GatherWeight(dim, group))
 
 
 def _reduce(x: Tensor, group: Group) -> Tensor:
@@ -108,16 +107,38 @@ class _Share(torch.autograd.Function):
         return _reduce(dout, ctx.group), None
 
 
-class _AllHeads(torch.autograd.Function):
+class _OwnRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_gather(weight, group)
+    def forward(ctx: Any, x: Tensor, shares: Shares, group: Group) -> Tensor:
+        ctx.shares, ctx.group = shares, group
+        return _own(x, shares, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(dout, ctx.group), None
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(dout, ctx.shares, ctx.group), None, None
+
+
+class _RowsOfAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shares: Shares, group: Group) -> Tensor:
+        ctx.shares, ctx.group = shares, group
+        return _gathered(x, shares, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        return _own(dout, ctx.shares, ctx.group), None, None
+
+
+def _own(x: Tensor, shares: Shares, group: Group) -> Tensor:
+    return x.index_select(1, shares.rows(rank_in(group)))
+
+
+def _gathered(x: Tensor, shares: Shares, group: Group) -> Tensor:
+    gather = _Gather(shares, group)
+    gather.start(x)
+    return gather.finish()
 
 
 class _Transfer:
@@ -127,9 +148,6 @@ class _Transfer:
     _received: Tensor
     _work: Any
     gradient: "_Transfer"  # that of the backward pass, while it runs
-
-    def __init__(self, shares: Shares, group: Group) -> None:
-        self._shares, self._group = shares, group
 
     def start(self, x: Tensor) -> None:
         raise NotImplementedError
@@ -152,6 +170,9 @@ class _Transfer:
 class _Gather(_Transfer):
     """The rows of all ranks from those of each. Shares are padded to the largest for the collective."""
 
+    def __init__(self, shares: Shares, group: Group) -> None:
+        self._shares, self._group = shares, group
+
     def start(self, x: Tensor) -> None:
         self._sent = x.new_zeros(self._shares.largest, *x.shape[:1], *x.shape[2:])
         self._sent[: x.shape[1]] = x.transpose(0, 1)
@@ -168,6 +189,9 @@ class _Gather(_Transfer):
 class _ReduceScatter(_Transfer):
     """The sum over ranks, in fp32 at least, of this rank's rows, from all rows of each rank."""
 
+    def __init__(self, shares: Shares, group: Group) -> None:
+        self._shares, self._group = shares, group
+
     def start(self, x: Tensor) -> None:
         self._dtype, places = x.dtype, self._shares.largest * size_of(self._group)
         self._sent = x.new_zeros(places, *x.shape[:1], *x.shape[2:], dtype=torch.promote_types(x.dtype, torch.float32))
@@ -180,35 +204,36 @@ class _ReduceScatter(_Transfer):
         return own.to(self._dtype).transpose(0, 1)
 
 
-class _Exchange(_Transfer):
-    """A share of rows with all heads from all rows with a share of heads (`to_rows`), or the other way round."""
-
-    def __init__(self, shares: Shares, group: Group, to_rows: bool) -> None:
-        super().__init__(shares, group)
-        self._to_rows = to_rows
-        self._ranks, self._own = size_of(group), shares.sizes[rank_in(group)]
+class _GatherWeight(_Transfer):
+    def __init__(self, dim: int, group: Group) -> None:
+        self._dim, self._group = dim, group
 
     def start(self, x: Tensor) -> None:
-        own, all_ = [self._own] * self._ranks, list(self._shares.sizes)
-        if self._to_rows:
-            self._sent = x.transpose(0, 1).index_select(0, self._shares.row_of_place)  # [S, B, H / ranks, D], by rank
-        else:
-            heads = x.unflatten(2, (self._ranks, -1))  # [B, S_r, ranks, H / ranks, D]
-            self._sent = heads.permute(2, 1, 0, 3, 4).flatten(0, 1).contiguous()
-        received, sent = (own, all_) if self._to_rows else (all_, own)
-        self._received = self._sent.new_empty(sum(received), *self._sent.shape[1:])
-        self._work = dist.all_to_all_single(
-            self._received, self._sent, received, sent, group=self._group, async_op=True
-        )
+        self._sent = x.movedim(self._dim, 0).contiguous()
+        self._received = x.new_empty(len(self._sent) * size_of(self._group), *self._sent.shape[1:])
+        self._work = _gather_single(self._received, self._sent, group=self._group, async_op=True)
 
     def _unpack(self, received: Tensor) -> Tensor:
-        if not self._to_rows:
-            return received.index_select(0, self._shares.place_of_row).transpose(0, 1)
-        by_rank: Tensor = received.unflatten(0, (self._ranks, self._own))  # [ranks, S_r, B, H / ranks, D]
-        return by_rank.permute(2, 1, 0, 3, 4).flatten(2, 3)
+        return received.movedim(0, self._dim)
 
     def transposed(self) -> "_Transfer":
-        return _Exchange(self._shares, self._group, not self._to_rows)
+        return _ScatterWeight(self._dim, self._group)
+
+
+class _ScatterWeight(_Transfer):
+    """This rank's part of the sum over ranks, in fp32 at least."""
+
+    def __init__(self, dim: int, group: Group) -> None:
+        self._dim, self._group = dim, group
+
+    def start(self, x: Tensor) -> None:
+        self._dtype = x.dtype
+        self._sent = x.movedim(self._dim, 0).to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+        self._received = self._sent.new_empty(len(self._sent) // size_of(self._group), *self._sent.shape[1:])
+        self._work = _scatter_single(self._received, self._sent, group=self._group, async_op=True)
+
+    def _unpack(self, received: Tensor) -> Tensor:
+        return received.to(self._dtype).movedim(0, self._dim)
 
 
 class Pending:

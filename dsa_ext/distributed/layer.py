@@ -10,19 +10,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.func import functional_call
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dsa_ext.distributed.collectives import (
     Group,
-    all_heads,
+    Pending,
     all_rows,
-    heads_for_rows,
+    own_rows,
     rank_in,
-    rows_for_heads,
+    rows_of_all,
     shared,
     size_of,
     summed,
+    whole_weight,
 )
 from dsa_ext.distributed.shares import Order, shares_of
 from dsa_ext.nn.indexer import IndexerTensors
@@ -33,6 +35,8 @@ from dsa_ext.ops._checks import describe
 
 #: The projections whose weights are read: they are not called.
 _READ = ("q_b_proj", "kv_b_proj", "o_proj", "indexer.wq_b", "indexer.weights_proj")
+#: The dimension, of heads, along which weights are divided.
+_DIVIDED = {"q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
 _OPTIONS = ("heads", "nope_dim", "v_dim", "topk", "phase", "rope", "rope_theta", "yarn", "sm_scale")
 _INDEXER_OPTIONS = ("heads", "head_dim", "rope_dim", "rope", "rope_theta", "yarn", "hadamard", "precision")
 
@@ -83,40 +87,38 @@ class ParallelSparseMLA(SparseMLA):
         if x.shape[1] != len(held):
             expected = f"[B, {len(held)}, hidden_size], the rows_of_rank({seq_len})"
             raise ValueError(f"ParallelSparseMLA: x must be {expected} of this rank, got {describe(x)}")
-        among_heads = shares_of(len(held), size_of(self._tp), "zigzag", x.device)
-        own = among_heads.rows(rank_in(self._tp))
+        among = shares_of(len(held), size_of(self._tp), "zigzag", x.device)
+        own = among.rows(rank_in(self._tp))
         whole = self._rows(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
         here, queries = whole.at(held, x.shape[0]), whole.at(held[own], x.shape[0])
         if ids is not None:
             self._check_ids(ids, x[:, : len(own)])
 
-        q_latent = self.q_a_layernorm(self.q_a_proj(x))
-        heads = linear(shared(q_latent, self._tp), _local(self.q_b_proj.weight))
-        heads = heads.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        own_x = own_rows(x, among, self._tp)
+        q_latent = self._q_latent(own_x)
         if self.phase == "dense" and whole.bounds is None and self._cp is None:
-            latent, k_rope = (shared(key, self._tp) for key in self._latent_keys(x, here))
-            values = self._dense(heads, latent, k_rope, _local(self.kv_b_proj.weight), here)
-            return SparseMLAOutput(self._out(values), None, None)
-        kv_b = self._kv_b(x)
-        runs_indexer = self.phase != "dense" and ids is None
+            gathered = (all_rows(rows, among, self._tp) for rows in (q_latent, self._keys(own_x, queries)))
+            return SparseMLAOutput(self._by_heads(*gathered, here), None, None)
         # These collectives run beside the indexer, which needs the first of them only.
-        index_keys = (
-            all_rows(self.indexer.keys(x.detach(), here.positions), context, self._cp) if runs_indexer else None
-        )
-        queries_of_heads = rows_for_heads(heads, among_heads, self._tp)
-        keys = all_rows(self._keys(x, here), context, self._cp)
+        index_keys = None
+        if self.phase != "dense" and ids is None:
+            index_keys = all_rows(self.indexer.keys(x.detach(), here.positions), context, self._cp)
+        q_b, out_weight, kv_b = (self._whole_weight(name) for name in ("q_b_proj", "o_proj", "kv_b_proj"))
+        keys = all_rows(self._keys(own_x, queries), among, self._tp)
+        if self._cp is not None:
+            keys = all_rows(keys.result(), context, self._cp)
         tensors = None
         if index_keys is not None:
-            tensors = self._indexer_tensors(x.detach(), q_latent.detach(), index_keys.result(), queries, own)
+            tensors = self._indexer_tensors(own_x.detach(), q_latent.detach(), index_keys.result(), queries)
             if self.phase == "sparse":
                 ids = self.indexer.select(tensors, self.topk, queries.bounds)
-        kv = shared(keys.result(), self._tp)
-        values, loss = self._absorbed(queries_of_heads.result(), kv, kv_b, tensors, ids, queries)
-
-        out = self._out(heads_for_rows(values, among_heads, self._tp).result())
+        heads = linear(q_latent, q_b.result()).unflatten(-1, (self.heads, -1))
+        # In the backward pass the gradient of what is waited for last is sent first: that of the keys.
+        weights = kv_b.result(), out_weight.result()
+        out, loss = self._absorbed(heads, keys.result(), weights[0], tensors, ids, queries, weights[1])
         if loss is not None:
             loss = summed(summed(loss * (len(own) / max(1, seq_len)), self._tp), self._cp)
-        return SparseMLAOutput(out, loss, ids)
+        return SparseMLAOutput(rows_of_all(out, among, self._tp), loss, ids)
 
     def make_cache(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a TypeError: a parallel layer takes no cache."""
@@ -128,28 +130,42 @@ class ParallelSparseMLA(SparseMLA):
         if refusal is not None:
             raise ValueError(f"ParallelSparseMLA: {refusal}")
 
+    def _by_heads(self, q_latents: Pending, keys: Pending, rows: Rows) -> Tensor:
+        """Dense attention of this rank's heads to the keys of all rows, and the sum of the outputs of all heads."""
+        latent, k_rope = keys.result()[:, :, 0].split([self.kv_lora_rank, self.rope_dim], dim=-1)
+        heads = linear(q_latents.result(), _local(self.q_b_proj.weight))
+        heads = heads.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        values = self._dense(heads, latent, k_rope, _local(self.kv_b_proj.weight), rows)
+        return summed(linear(values.flatten(2), _local(self.o_proj.weight)), self._tp)
+
+    def _run(self, module: nn.Module, x: Tensor) -> Tensor:
+        """For this rank's rows: the gradients of the module's parameters are summed over the group."""
+        if self._tp is None or not torch.is_grad_enabled():
+            return super()._run(module, x)
+        parameters = {name: shared(parameter, self._tp) for name, parameter in module.named_parameters()}
+        result: Tensor = functional_call(module, parameters, (x,))
+        return result
+
+    def _whole_weight(self, name: str) -> Pending:
+        return whole_weight(_local(getattr(self, name).weight), _DIVIDED[name], self._tp)
+
     def _kv_b(self, x: Tensor) -> Tensor:
-        return all_heads(_local(self.kv_b_proj.weight), self._tp)
+        return self._whole_weight("kv_b_proj").result()
 
     def _heads(self, q_latent: Tensor) -> Tensor:
-        weight = all_heads(_local(self.q_b_proj.weight), self._tp)
-        heads: Tensor = linear(q_latent, weight).unflatten(-1, (self.heads, self.nope_dim + self.rope_dim))
+        heads: Tensor = linear(q_latent, self._whole_weight("q_b_proj").result()).unflatten(-1, (self.heads, -1))
         return heads
-
-    def _out(self, values: Tensor) -> Tensor:
-        """The output, from those of this rank's heads."""
-        return summed(linear(values.flatten(2), _local(self.o_proj.weight)), self._tp)
 
     def rows_of_rank(self, seq_len: int) -> Tensor:
         """The rows of sequences of this length that this rank holds, ascending; on the CPU."""
         shares = shares_of(_length(seq_len), size_of(self._cp), self._order, torch.device("cpu"))
         return shares.rows(rank_in(self._cp)).clone()
 
-    def _indexer_tensors(self, x: Tensor, q_latent: Tensor, keys: Tensor, queries: Rows, own: Tensor) -> IndexerTensors:
-        """Those of this rank's queries, rows `own` of x, and of the keys of all rows."""
+    def _indexer_tensors(self, x: Tensor, q_latent: Tensor, keys: Tensor, queries: Rows) -> IndexerTensors:
+        """Those of this rank's queries, and of the keys of all rows."""
         # Each rank has a part of the gradients of the keys and of these weights.
         wq_b, weights_proj = (shared(p.weight, self._tp) for p in (self.indexer.wq_b, self.indexer.weights_proj))
-        q, weights = linear(q_latent[:, own], wq_b), linear(x[:, own], weights_proj)
+        q, weights = linear(q_latent, wq_b), linear(x, weights_proj)
         q, weights = self.indexer.placed_queries(q, weights, queries.positions)
         return IndexerTensors(q, shared(keys, self._tp), weights)
 
@@ -229,7 +245,7 @@ def parallelize(
     divided = {}
     if groups.tensor is not None:
         assert tensor is not None
-        for name, dim in (("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
+        for name, dim in _DIVIDED.items():
             weight = getattr(layer, name).weight
             shard = distribute_tensor(weight.detach(), mesh[tensor], [Shard(dim)])
             divided[name] = nn.Parameter(shard, requires_grad=weight.requires_grad)

@@ -1,19 +1,30 @@
 """Attention to all keys up to each query's own, with queries, keys and values of each head.
 
 At the sizes of DeepSeek-V3.2 it takes 3.4 times fewer operations than the absorbed form, and runs on torch's
-scaled_dot_product_attention. Nothing is kept for the backward, which computes it again.
+scaled_dot_product_attention.
 """
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from dsa_ext.nn.heads import multiply, weight_gradient
 from dsa_ext.nn.rotary import write_rotated
 
 
+def attention_of_heads(q: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, sm_scale: float) -> Tensor:
+    """Attention [B, S, H, v] of queries [B, S, H, nope + rope], after RoPE, to latent keys [B, S, latent] and their
+    columns of RoPE [B, S, rope], with the weight [H * (nope + v), latent] of kv_b_proj."""
+    nope_columns = q.shape[-1] - k_rope.shape[-1]
+    keys_and_values = linear(latent, kv_b.to(latent.dtype)).unflatten(-1, (q.shape[2], -1))
+    nope, v = keys_and_values.tensor_split([nope_columns], dim=-1)
+    k = torch.cat([nope, k_rope[:, :, None].expand(*nope.shape[:3], -1)], dim=-1)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=sm_scale).transpose(1, 2)
+
+
 class DenseAttention:
-    """Of queries to the keys of the same rows.
+    """Of queries to the keys of the same rows. The forward keeps none for the backward, which computes it again.
 
     Args:
         heads: queries [B, S, H, nope + rope], before RoPE.

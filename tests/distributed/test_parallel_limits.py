@@ -120,10 +120,10 @@ def differentiate_twice(rank: int, ranks: int, folder: str) -> None:
         own = shares.sizes[rank]
         calls: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
             (lambda x: collectives.shared(x, group), normal(3, 4)),
-            (lambda x: collectives.all_heads(x, group), normal(3, 4)),
+            (lambda x: collectives.whole_weight(x, 1, group).result(), normal(3, 4)),
             (lambda x: collectives.all_rows(x, shares, group).result(), normal(2, own, 3)),
-            (lambda x: collectives.rows_for_heads(x, shares, group).result(), normal(2, 4, 2, 3)),
-            (lambda x: collectives.heads_for_rows(x, shares, group).result(), normal(2, own, 2 * ranks, 3)),
+            (lambda x: collectives.own_rows(x, shares, group), normal(2, 4, 3)),
+            (lambda x: collectives.rows_of_all(x, shares, group), normal(2, own, 3)),
         ]
         for call, x in calls:
             x.requires_grad_()

@@ -94,6 +94,9 @@ def test_like_one_rank(tensor: int, context: int, order: str, tmp_path: Path) ->
     torch.multiprocessing.spawn(run, (tensor, context, order, str(tmp_path)), nprocs=tensor * context)
 
 
+CALLS = ("start", "finish")
+
+
 def record_order(rank: int, folder: str) -> None:
     """Collectives begin before what does not need them, and are waited for afterwards; in the backward pass too."""
     with gloo_rank(rank, 2, folder):
@@ -110,8 +113,13 @@ def record_order(rank: int, folder: str) -> None:
                 return wrapped
 
             with pytest.MonkeyPatch.context() as patch:
-                for kind in (collectives._Exchange, collectives._Gather, collectives._ReduceScatter):
-                    for call in ("start", "finish"):
+                for kind in (
+                    collectives._Gather,
+                    collectives._GatherWeight,
+                    collectives._ReduceScatter,
+                    collectives._ScatterWeight,
+                ):
+                    for call in CALLS:
                         patch.setattr(kind, call, recorded(f"{kind.__name__}.{call}", getattr(kind, call)))
                 patch.setattr(parallel.indexer, "select", recorded("select", parallel.indexer.select))
                 out, loss, _ = parallel(normal(1, 8, HIDDEN)[:, : 8 if name == "tensor" else 4], seq_len=8)
@@ -120,12 +128,12 @@ def record_order(rank: int, folder: str) -> None:
                 events.clear()
                 (out.sum() + loss).backward()
             if name == "tensor":
-                queries, outputs = (
-                    ["_Exchange.start", "select", "_Exchange.finish"],
-                    ["_Exchange.start", "_Exchange.finish"],
+                starts, ends = ([f"{kind}.{call}" for kind in ["_GatherWeight"] * 3 + ["_Gather"]] for call in CALLS)
+                assert forward == [*starts, "select", *ends, "_Gather.start", "_Gather.finish"]
+                starts, ends = (
+                    [f"{kind}.{call}" for kind in ["_ReduceScatter"] + ["_ScatterWeight"] * 3] for call in CALLS
                 )
-                assert forward == queries + outputs
-                assert events == [*outputs, "_Exchange.start", "wq_b", "_Exchange.finish"]
+                assert events == [*starts, "wq_b", *ends]
             else:
                 starts = ["_Gather.start", "_Gather.start", "_Gather.finish"]  # the indexer's keys, latent keys
                 assert forward == [*starts, "select", "_Gather.finish"]
