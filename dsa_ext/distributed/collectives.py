@@ -1,6 +1,9 @@
 """Collectives that autograd differentiates. Tensors have the batch first and the rows of a sequence second.
 There are no second derivatives: autograd raises an error where one would pass through a collective.
 
+Gradients that are summed over ranks are exchanged in their own dtype and added up in fp32 at least: a reduce-scatter in
+bf16 would round after each addition, one in fp32 would send twice the bytes.
+
 A group may be None, which means one rank: then nothing is communicated.
 """
 
@@ -14,9 +17,8 @@ from torch.nn.functional import pad
 
 from dsa_ext.distributed.shares import Shares
 
-# PyTorch 2.13 renamed them.
+# PyTorch 2.13 renamed it.
 _gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Group = Any  # a ProcessGroup, or None for one rank
 
@@ -35,8 +37,8 @@ def summed(x: Tensor, group: Group) -> Tensor:
 
 
 def shared(x: Tensor, group: Group) -> Tensor:
-    """A tensor that is equal on all ranks, from which each computes something else: its gradient is the sum, in fp32 at
-    least, of theirs."""
+    """A tensor that is equal on all ranks, from which each computes something else: its gradient is the sum of
+    theirs."""
     return x if group is None else _Share.apply(x, group)  # type: ignore[no-untyped-call]
 
 
@@ -62,18 +64,17 @@ def whole_weight(part: Tensor, dim: int, group: Group) -> "Pending":
 
 
 def _reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, in fp32 at least. Each rank adds up a part; these are gathered in the dtype of x, and
-    so smaller than the sums that an all-reduce exchanges."""
+    """The sum over ranks. Each rank adds up a part."""
     padded = pad(x.flatten(), (0, -x.numel() % size_of(group)))
-    return _all_gather(_reduce_scatter(padded, group), group)[: x.numel()].view(x.shape)
+    parts = torch.empty_like(padded)
+    dist.all_to_all_single(parts, padded, group=group)
+    return _all_gather(_total(parts, group), group)[: x.numel()].view(x.shape)
 
 
-def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """This rank's part of dimension 0 of the sum over ranks, in fp32 at least."""
-    total = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    part = total.new_empty(total.shape[0] // size_of(group), *total.shape[1:])
-    _scatter_single(part, total, group=group)
-    return part.to(x.dtype)
+def _total(parts: Tensor, group: Group) -> Tensor:
+    """The sum of the parts that each rank has sent, one after the other along dimension 0."""
+    ranks, wide = size_of(group), torch.promote_types(parts.dtype, torch.float32)
+    return parts.view(ranks, len(parts) // ranks, *parts.shape[1:]).sum(0, dtype=wide).to(parts.dtype)
 
 
 def _all_gather(x: Tensor, group: Group) -> Tensor:
@@ -187,21 +188,19 @@ class _Gather(_Transfer):
 
 
 class _ReduceScatter(_Transfer):
-    """The sum over ranks, in fp32 at least, of this rank's rows, from all rows of each rank."""
+    """The sum over ranks of this rank's rows, from all rows of each rank."""
 
     def __init__(self, shares: Shares, group: Group) -> None:
         self._shares, self._group = shares, group
 
     def start(self, x: Tensor) -> None:
-        self._dtype, places = x.dtype, self._shares.largest * size_of(self._group)
-        self._sent = x.new_zeros(places, *x.shape[:1], *x.shape[2:], dtype=torch.promote_types(x.dtype, torch.float32))
-        self._sent.index_copy_(0, self._shares.padded_place_of_row, x.transpose(0, 1).to(self._sent.dtype))
-        self._received = self._sent.new_empty(self._shares.largest, *self._sent.shape[1:])
-        self._work = _scatter_single(self._received, self._sent, group=self._group, async_op=True)
+        self._sent = x.new_zeros(self._shares.largest * size_of(self._group), *x.shape[:1], *x.shape[2:])
+        self._sent.index_copy_(0, self._shares.padded_place_of_row, x.transpose(0, 1))
+        self._received = torch.empty_like(self._sent)
+        self._work = dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True)
 
     def _unpack(self, received: Tensor) -> Tensor:
-        own = received[: self._shares.sizes[rank_in(self._group)]]
-        return own.to(self._dtype).transpose(0, 1)
+        return _total(received, self._group)[: self._shares.sizes[rank_in(self._group)]].transpose(0, 1)
 
 
 class _GatherWeight(_Transfer):
@@ -221,19 +220,18 @@ class _GatherWeight(_Transfer):
 
 
 class _ScatterWeight(_Transfer):
-    """This rank's part of the sum over ranks, in fp32 at least."""
+    """This rank's part of the sum over ranks."""
 
     def __init__(self, dim: int, group: Group) -> None:
         self._dim, self._group = dim, group
 
     def start(self, x: Tensor) -> None:
-        self._dtype = x.dtype
-        self._sent = x.movedim(self._dim, 0).to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-        self._received = self._sent.new_empty(len(self._sent) // size_of(self._group), *self._sent.shape[1:])
-        self._work = _scatter_single(self._received, self._sent, group=self._group, async_op=True)
+        self._sent = x.movedim(self._dim, 0).contiguous()
+        self._received = torch.empty_like(self._sent)
+        self._work = dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True)
 
     def _unpack(self, received: Tensor) -> Tensor:
-        return received.to(self._dtype).movedim(0, self._dim)
+        return _total(received, self._group).movedim(0, self._dim)
 
 
 class Pending:

@@ -26,16 +26,13 @@ from dsa_ext.distributed.collectives import (
     summed,
     whole_weight,
 )
-from dsa_ext.distributed.shares import Order, shares_of
-from dsa_ext.nn.indexer import IndexerTensors
+from dsa_ext.distributed.shares import Order, Shares, shares_of
 from dsa_ext.nn.projections import WHOLE, excess_of
 from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput
 from dsa_ext.nn.tuples import Rows
 from dsa_ext.ops._checks import describe
 
-#: The projections whose weights are read: they are not called.
-_READ = ("q_b_proj", "kv_b_proj", "o_proj", "indexer.wq_b", "indexer.weights_proj")
-#: The dimension, of heads, along which weights are divided.
+#: The projections whose weights are divided, along the dimension of heads. They are read: the modules are not called.
 _DIVIDED = {"q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
 _OPTIONS = ("heads", "nope_dim", "v_dim", "topk", "phase", "rope", "rope_theta", "yarn", "sm_scale")
 _INDEXER_OPTIONS = ("heads", "head_dim", "rope_dim", "rope", "rope_theta", "yarn", "hadamard", "precision")
@@ -97,19 +94,16 @@ class ParallelSparseMLA(SparseMLA):
         own_x = own_rows(x, among, self._tp)
         q_latent = self._q_latent(own_x)
         if self.phase == "dense" and whole.bounds is None and self._cp is None:
-            gathered = (all_rows(rows, among, self._tp) for rows in (q_latent, self._keys(own_x, queries)))
-            return SparseMLAOutput(self._by_heads(*gathered, here), None, None)
-        # These collectives run beside the indexer, which needs the first of them only.
-        index_keys = None
+            return SparseMLAOutput(self._by_heads(q_latent, self._keys(own_x, queries), among, here), None, None)
+        tensors = index_keys = None
         if self.phase != "dense" and ids is None:
-            index_keys = all_rows(self.indexer.keys(x.detach(), here.positions), context, self._cp)
+            tensors = self._run(self.indexer, own_x.detach(), q_latent.detach(), queries.positions)
+            index_keys = self._of_all(tensors.k, among, context)
+        # These collectives run beside the indexer.
         q_b, out_weight, kv_b = (self._whole_weight(name) for name in ("q_b_proj", "o_proj", "kv_b_proj"))
-        keys = all_rows(self._keys(own_x, queries), among, self._tp)
-        if self._cp is not None:
-            keys = all_rows(keys.result(), context, self._cp)
-        tensors = None
-        if index_keys is not None:
-            tensors = self._indexer_tensors(own_x.detach(), q_latent.detach(), index_keys.result(), queries)
+        keys = self._of_all(self._keys(own_x, queries), among, context)
+        if tensors is not None and index_keys is not None:
+            tensors = tensors._replace(k=index_keys.result())
             if self.phase == "sparse":
                 ids = self.indexer.select(tensors, self.topk, queries.bounds)
         heads = linear(q_latent, q_b.result()).unflatten(-1, (self.heads, -1))
@@ -130,21 +124,26 @@ class ParallelSparseMLA(SparseMLA):
         if refusal is not None:
             raise ValueError(f"ParallelSparseMLA: {refusal}")
 
-    def _by_heads(self, q_latents: Pending, keys: Pending, rows: Rows) -> Tensor:
+    def _by_heads(self, q_latent: Tensor, keys: Tensor, among: Shares, rows: Rows) -> Tensor:
         """Dense attention of this rank's heads to the keys of all rows, and the sum of the outputs of all heads."""
-        latent, k_rope = keys.result()[:, :, 0].split([self.kv_lora_rank, self.rope_dim], dim=-1)
+        q_latents, all_keys = (all_rows(own, among, self._tp) for own in (q_latent, keys))
         heads = linear(q_latents.result(), _local(self.q_b_proj.weight))
         heads = heads.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        latent, k_rope = all_keys.result()[:, :, 0].split([self.kv_lora_rank, self.rope_dim], dim=-1)
         values = self._dense(heads, latent, k_rope, _local(self.kv_b_proj.weight), rows)
         return summed(linear(values.flatten(2), _local(self.o_proj.weight)), self._tp)
 
-    def _run(self, module: nn.Module, x: Tensor) -> Tensor:
+    def _run(self, module: nn.Module, *inputs: Any) -> Any:
         """For this rank's rows: the gradients of the module's parameters are summed over the group."""
         if self._tp is None or not torch.is_grad_enabled():
-            return super()._run(module, x)
+            return super()._run(module, *inputs)
         parameters = {name: shared(parameter, self._tp) for name, parameter in module.named_parameters()}
-        result: Tensor = functional_call(module, parameters, (x,))
-        return result
+        return functional_call(module, parameters, inputs)
+
+    def _of_all(self, x: Tensor, among: Shares, context: Shares) -> Pending:
+        """Starts to gather the rows of all ranks of both groups."""
+        gathered = all_rows(x, among, self._tp)
+        return gathered if self._cp is None else all_rows(gathered.result(), context, self._cp)
 
     def _whole_weight(self, name: str) -> Pending:
         return whole_weight(_local(getattr(self, name).weight), _DIVIDED[name], self._tp)
@@ -160,14 +159,6 @@ class ParallelSparseMLA(SparseMLA):
         """The rows of sequences of this length that this rank holds, ascending; on the CPU."""
         shares = shares_of(_length(seq_len), size_of(self._cp), self._order, torch.device("cpu"))
         return shares.rows(rank_in(self._cp)).clone()
-
-    def _indexer_tensors(self, x: Tensor, q_latent: Tensor, keys: Tensor, queries: Rows) -> IndexerTensors:
-        """Those of this rank's queries, and of the keys of all rows."""
-        # Each rank has a part of the gradients of the keys and of these weights.
-        wq_b, weights_proj = (shared(p.weight, self._tp) for p in (self.indexer.wq_b, self.indexer.weights_proj))
-        q, weights = linear(q_latent, wq_b), linear(x, weights_proj)
-        q, weights = self.indexer.placed_queries(q, weights, queries.positions)
-        return IndexerTensors(q, shared(keys, self._tp), weights)
 
 
 class _Groups:
@@ -262,8 +253,8 @@ def _refusal(layer: SparseMLA, weights: tuple[type, ...]) -> str | None:
     None if they do."""
     if layer.indexer_loss != "forward":
         return f"indexer_loss must be 'forward', since ranks add up its value, got {layer.indexer_loss!r}"
-    for name in _READ:
-        excess = excess_of(operator.attrgetter(name)(layer), weights)
+    for name in _DIVIDED:
+        excess = excess_of(getattr(layer, name), weights)
         if excess is not None:
             return f"{name} must be nn.Linear without bias, adapters and hooks, got {excess}"
     return None

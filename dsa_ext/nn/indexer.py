@@ -96,23 +96,12 @@ class LightningIndexer(nn.Module):
         check_autocast("LightningIndexer", x)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        q, weights = self.queries(x, q_latent, positions)
-        return IndexerTensors(q, self.keys(x, positions), weights)
-
-    def queries(self, x: Tensor, q_latent: Tensor, positions: Tensor | PlacedRows) -> tuple[Tensor, Tensor]:
-        """Queries [B, S, Hi, Di] and head weights [B, S, Hi]."""
-        return self.placed_queries(self.wq_b(q_latent), self.weights_proj(x), positions)
-
-    def placed_queries(self, q: Tensor, weights: Tensor, positions: Tensor | PlacedRows) -> tuple[Tensor, Tensor]:
-        """The same, from the results of both projections."""
-        q = self._placed(q.unflatten(-1, (self.heads, self.head_dim)), positions)
-        weights = weights if weights.dtype == torch.float64 else weights.float()
-        return q, weights * (self.head_dim * self.heads) ** -0.5
-
-    def keys(self, x: Tensor, positions: Tensor | PlacedRows) -> Tensor:
-        """Keys [B, S, Di]."""
+        q = self._placed(self.wq_b(q_latent).unflatten(-1, (self.heads, self.head_dim)), positions)
         k = self.wk(x)
-        return self._placed(self.k_norm(k).to(k.dtype), positions)  # autocast computes norms in fp32
+        k = self._placed(self.k_norm(k).to(k.dtype), positions)  # autocast computes norms in fp32
+        weights = self.weights_proj(x)
+        weights = weights if weights.dtype == torch.float64 else weights.float()
+        return IndexerTensors(q, k, weights * (self.head_dim * self.heads) ** -0.5)
 
     def _placed(self, x: Tensor, positions: Tensor | PlacedRows) -> Tensor:
         options: Any = {"columns": self.rope_dim, "layout": self.rope, "yarn": self.yarn}

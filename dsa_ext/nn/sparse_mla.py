@@ -397,12 +397,12 @@ class SparseMLA(nn.Module):
 
     def _q_latent(self, x: Tensor) -> Tensor:
         """[B, S, q_lora_rank]."""
-        return self._run(self.q_a_layernorm, self._run(self.q_a_proj, x))
+        latent: Tensor = self._run(self.q_a_layernorm, self._run(self.q_a_proj, x))
+        return latent
 
-    def _run(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The result of one of the layer's modules whose weights all queries or keys share."""
-        result: Tensor = module(x)
-        return result
+    def _run(self, module: nn.Module, *inputs: Any) -> Any:
+        """What one of the layer's modules, whose parameters are those of all heads, computes for some rows."""
+        return module(*inputs)
 
     def _heads(self, q_latent: Tensor) -> Tensor:
         """Queries of all heads [B, S, H, nope_dim + rope_dim], without RoPE."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from gloo_ranks import gloo_rank
 from parallel_layers import BATCH, HIDDEN, make_layer, normal, one_rank
+from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -124,25 +125,55 @@ def record_order(rank: int, folder: str) -> None:
                 patch.setattr(parallel.indexer, "select", recorded("select", parallel.indexer.select))
                 out, loss, _ = parallel(normal(1, 8, HIDDEN)[:, : 8 if name == "tensor" else 4], seq_len=8)
                 forward = events[:]
-                parallel.indexer.wq_b.weight.register_hook(lambda gradient, e=events: e.append("wq_b"))
                 events.clear()
                 (out.sum() + loss).backward()
-            if name == "tensor":
-                starts, ends = ([f"{kind}.{call}" for kind in ["_GatherWeight"] * 3 + ["_Gather"]] for call in CALLS)
-                assert forward == [*starts, "select", *ends, "_Gather.start", "_Gather.finish"]
-                starts, ends = (
-                    [f"{kind}.{call}" for kind in ["_ReduceScatter"] + ["_ScatterWeight"] * 3] for call in CALLS
-                )
-                assert events == [*starts, "wq_b", *ends]
-            else:
-                starts = ["_Gather.start", "_Gather.start", "_Gather.finish"]  # the indexer's keys, latent keys
-                assert forward == [*starts, "select", "_Gather.finish"]
-                begun = events.index("_ReduceScatter.start")
-                assert begun < events.index("wq_b") < len(events) - 1 - events[::-1].index("_ReduceScatter.finish")
+            weights = ["_GatherWeight"] * 3 if name == "tensor" else []
+            starts, ends = ([f"{kind}.{call}" for kind in ("_Gather", *weights, "_Gather")] for call in CALLS)
+            output = ["_Gather.start", "_Gather.finish"] if name == "tensor" else []
+            # The indexer waits for its own keys only.
+            assert forward == [*starts, ends[0], "select", *ends[1:], *output]
+            # Gradients of the latent keys and of weights are on their way while those of the queries are computed.
+            sums = ["_ScatterWeight.start"] * 3 if name == "tensor" else []
+            assert events[: len(sums) + 2] == ["_ReduceScatter.start", *sums, "_ReduceScatter.start"]
 
 
 def test_collectives_run_beside_the_indexer(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(record_order, (str(tmp_path),), nprocs=2)
+
+
+class LowRank(nn.Module):
+    """A projection with an adapter, which learns in its place."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        like = base.weight
+        self.down = nn.Parameter(torch.linspace(-1, 1, 2 * base.in_features, dtype=like.dtype).view(2, -1))
+        self.up = nn.Parameter(torch.linspace(-1, 1, 2 * base.out_features, dtype=like.dtype).view(-1, 2) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return result
+
+
+def with_adapters(rank: int, folder: str) -> None:
+    """Of projections that are called, in the layer and in its indexer; the hooks of these modules run."""
+    with gloo_rank(rank, 2, folder):
+        layers = [make_layer(), make_layer()]
+        calls = []
+        for layer in layers:
+            for parent, name in ((layer, "q_a_proj"), (layer, "kv_a_proj_with_mqa"), (layer.indexer, "wk")):
+                setattr(parent, name, LowRank(getattr(parent, name)))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallel = parallelize(layers[1], mesh, tensor="tp")
+        for module in (parallel.q_a_proj, parallel.indexer):
+            module.register_forward_hook(lambda module, *_: calls.append(type(module).__name__))
+        compare(layers[0], parallel, None, 17, "sparse", False)
+        assert calls == ["LowRank", "LightningIndexer"]
+
+
+def test_adapters(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(with_adapters, (str(tmp_path),), nprocs=2)
 
 
 def save_or_load(rank: int, ranks: int, save: bool, folder: str) -> None:

@@ -98,8 +98,9 @@ def test_empty_tensors(sizes: tuple[int, int, int, int], deterministic: bool) ->
     inputs = make_inputs(batch, seq, s_kv, heads, 1, 3, device=DEVICE)
     sink = torch.zeros(heads, device=DEVICE)
     out, lse = FWD(inputs.q, inputs.kv, inputs.indices, attn_sink=sink)
-    grads = OP(out, inputs.q, inputs.kv, out, lse, inputs.indices, attn_sink=sink, deterministic=deterministic)
+    *grads, dist = OP(out, inputs.q, inputs.kv, out, lse, inputs.indices, attn_sink=sink, deterministic=deterministic)
     assert [grad.shape for grad in grads] == [inputs.q.shape, inputs.kv.shape, sink.shape]
+    assert dist.shape == (0,)
     assert all((grad == 0).all() for grad in grads)
 
 

@@ -283,7 +283,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
   const int lane_key = warp * 16 + upper * 8 + lane / 4;
   const int passes = passes_of<kC>(p);
   int ordinal = -2, q_slot = 0;  // no sequence yet
-  float* g_lane = nullptr;  // where the first of the lane's queries has the lane's first key
+  float* g_lane = nullptr;       // where the first of the lane's queries has the lane's first key
   float weights[kRows / 4];
   int lengths[(kPassQueries + 1) / 2];  // of the lane's queries in a pass; -1 if there is no such query
   // What is the same in a whole warp comes from votes and reductions: then the compiler keeps it, and the descriptors
