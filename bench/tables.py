@@ -130,6 +130,8 @@ COLUMNS: dict[str, Callable[[Case], str]] = {
         "peer_parts_ms", lambda peers: f"{time(sum(peers.values()))}: {times_of(peers)}"
     ),
     "relative time": versus,
+    "predicted": given("predicted_ms", time),
+    "collectives": given("collectives_ms", time),
     "speedup": given("speedup", "{:.2f}".format),
     "workspace": given("extra_mb", "{:.0f} MB".format),
     "peak memory": given("peak_mb", gigabytes),

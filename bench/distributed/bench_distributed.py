@@ -4,14 +4,15 @@ file and plot.
 The layer is that of bench_sparse_mla_layer with 128 heads, in bf16; a step is the forward with the indexer's loss, and
 the gradients of all parameters and of the input. "whole" is the layer on one GPU. The others divide its work:
 
-- "queries": `parallelize(layer, mesh, tensor=...)`, projections by heads, attention and the indexer by queries.
-- "context": `parallelize(layer, mesh, context=...)`, everything by rows of the sequence. The gradients of the weights
-  are summed over ranks at the end, as data parallelism does.
+- "tensor": `parallelize(layer, mesh, tensor=...)`: all ranks have the whole sequence, and parts of the weights.
+- "context": `parallelize(layer, mesh, context=...)`: the sequence is divided. The gradients of the weights are summed
+  over ranks at the end, as data parallelism does.
 - "heads": everything by heads, the usual way: every rank runs the whole indexer, with a loss for its own heads. The
   output, and the gradient of the input, are summed over ranks.
 
 All ranks begin a step together. Its time is that of the slowest rank; the median of as many steps as fit in a second,
-at most ten. The outputs of "queries" and "context" are checked against the whole layer's.
+at most ten. The outputs of "tensor" and "context" are checked against the whole layer's.
+`predicted_ms` is the whole layer's time divided by the ranks, and the collectives one after the other.
 """
 
 import os
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bench.common import Case, drawing, grouped_bars, make_case, measure_all, parse_arguments, report
+from bench.distributed.communication import collectives_ms
 from bench.sparse_mla.bench_sparse_mla_layer import HIDDEN_SIZE, OPERATORS, TOPK
 from dsa_ext.distributed import ParallelSparseMLA, parallelize
 from dsa_ext.distributed.collectives import shared, summed
@@ -35,7 +37,7 @@ from dsa_ext.testing.tolerances import similarity_error
 
 OP = "distributed"
 HEADS, SEQUENCES = 128, (32768, 131072)
-WAYS = ("queries", "context", "heads")
+WAYS = ("tensor", "context", "heads")
 #: Of outputs, between the layer on one GPU and on several: sums over heads and projections are rounded differently, and
 #: a few selections differ where scores are almost equal.
 SIMILARITY = 1e-3
@@ -83,8 +85,8 @@ def make_step(spec: Spec, mesh: DeviceMesh) -> tuple[Callable[[], Tensor], Tenso
     ranks = mesh.size()
     rows = None
     layer: Any = make_layer(HEADS // ranks if spec.way == "heads" else HEADS)
-    if spec.way in ("queries", "context"):
-        layer = parallelize(layer, mesh, **{"tensor" if spec.way == "queries" else "context": "ranks"})
+    if spec.way in ("tensor", "context"):
+        layer = parallelize(layer, mesh, **{spec.way: "ranks"})
         assert isinstance(layer, ParallelSparseMLA)
         if spec.way == "context":
             rows = layer.rows_of_rank(spec.seq).cuda()
@@ -158,6 +160,8 @@ class Measurement:
         if spec.way is not None:
             whole = f"s{spec.seq}_whole"
             others["speedup"] = round(times[whole] / ms, 3)
+        if spec.way in ("tensor", "context"):
+            others["predicted_ms"] = round(times[whole] / ranks + collectives_ms(spec.way, spec.seq, ranks), 3)
         err = None if error is None else {"similarity": error}
         return make_case(spec.name, spec.group, args, ms, err=err, **others)
 

@@ -1,8 +1,8 @@
 """Times a training step of one rank of several on one GPU; writes its results file and plot.
 
 The layer is that of bench_sparse_mla_layer with 128 heads. A collective fills its result with what the rank itself
-sends, in a stream of its own, and then occupies that stream for the time that its bytes would take at the bandwidths
-that were measured between two H200s. As with NCCL, the step waits where it needs the result, and collectives run one
+sends, in a stream of its own, and then occupies that stream for the time that its bytes would take at the bandwidth
+that was measured between two H200s. As with NCCL, the step waits where it needs the result, and collectives run one
 after the other. `collectives_ms` is the sum of their times, of which a part runs beside other work.
 
 "tensor" and "context" are those of dsa_ext.distributed.parallelize; "context" without the sum of the gradients of
@@ -24,14 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bench.common import Case, drawing, grouped_bars, make_case, run, time_versus
+from bench.distributed.communication import NVLINK
 from bench.sparse_mla.bench_sparse_mla_layer import HIDDEN_SIZE, OPERATORS, TOPK, Step, measure_step, total
 from dsa_ext.distributed import ParallelSparseMLA, collectives, parallelize
 from dsa_ext.nn import SparseMLA
 
 OP = "simulated_rank"
 HEADS, SEQUENCES = 128, (32768, 131072)
-#: GB/s out of each GPU between two H200s, of an all-gather of 128 MB; of an all-to-all it is 240.
-BANDWIDTH = 231
 
 
 WAYS = ("tensor", "context", "heads")
@@ -97,7 +96,7 @@ class Collectives:
 
     def _run(self, received: Tensor, sent: Tensor, moved: int, async_op: bool) -> Done:
         """`moved` bytes leave the rank."""
-        ms = moved * (self._ranks - 1) / self._ranks / BANDWIDTH / 1e6
+        ms = moved * (self._ranks - 1) / self._ranks / NVLINK / 1e6
         self.ms += ms
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -146,7 +145,7 @@ def make_step(spec: Spec) -> Step:
 def collectives_of_heads(spec: Spec) -> float:
     """Milliseconds of all-reduces of the output, and of the gradients, in fp32, of the latents that all heads read."""
     latents = 4 * (1536 + 512 + 64)
-    return 2 * spec.seq * (2 * HIDDEN_SIZE[HEADS] + latents) * (spec.ranks - 1) / spec.ranks / BANDWIDTH / 1e6
+    return 2 * spec.seq * (2 * HIDDEN_SIZE[HEADS] + latents) * (spec.ranks - 1) / spec.ranks / NVLINK / 1e6
 
 
 def measure(spec: Spec, times: dict[str, float]) -> Case:

@@ -1,5 +1,5 @@
-"""SparseMLA on several ranks: tensor parallel projections with attention that is parallel over queries, and sequences
-that are divided among ranks (context parallelism)."""
+"""SparseMLA on several ranks, which divide the storage of the large weights (tensor parallelism) or the sequences
+(context parallelism). The computation is divided by rows in both."""
 
 import hashlib
 import operator
@@ -187,10 +187,11 @@ def parallelize(
 ) -> ParallelSparseMLA:
     """Runs a layer on the ranks of a mesh. Changes the layer in place, and returns it.
 
-    Along the dimension `tensor` of the mesh `q_b_proj`, `kv_b_proj` and `o_proj` are divided by heads. Attention is
-    divided by queries instead: queries of all heads come by an all-to-all, so that every rank computes whole rows of
-    the indexer, of attention and of the loss, and the outputs of heads go back. Along the dimension `context` the rows
-    of a sequence are divided: the latent keys and the keys of the indexer are gathered.
+    Along the dimension `tensor` of the mesh `q_b_proj`, `kv_b_proj` and `o_proj` are divided by heads. All else is
+    divided by rows of the sequence, which all ranks of the dimension hold: a rank gathers these weights, and computes
+    the projections, the indexer, attention and the loss of its rows, with the keys of all. Only in the dense phase
+    attention is divided by heads. Along the dimension `context` the ranks hold parts of the sequence, and the latent
+    keys and the keys of the indexer are gathered.
 
     Weights that are divided become DTensors, the others stay as they are. Gradients of the others are complete within
     the tensor-parallel group; along `context` they are those of this rank's rows, as in data parallelism: FSDP or DDP

@@ -1,0 +1,27 @@
+"""The communication model of the guide to several GPUs, against the bytes that were counted in simulated steps."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+from bench.distributed.communication import DIVIDED, KEYS, NVLINK, REPLICATED, collectives_ms, sent_bytes
+from dsa_ext.nn import SparseMLA
+
+
+def test_weights() -> None:
+    layer = SparseMLA(7168, 128, device="meta")
+    sizes = {name: p.numel() for name, p in layer.named_parameters() if p.dim() == 2}
+    divided = sum(sizes[f"{name}.weight"] for name in ("q_b_proj", "kv_b_proj", "o_proj"))
+    assert (divided, sum(sizes.values())) == (DIVIDED, DIVIDED + REPLICATED)
+
+
+@pytest.mark.parametrize("tokens", [32768, 131072])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_simulated_steps(tokens: int, ranks: int) -> None:
+    result = json.loads((ROOT / "bench/results/h200/simulated_rank.json").read_text())
+    counted = {case["name"]: case["collectives_ms"] for case in result["cases"]}
+    name = f"s{tokens}_p{ranks}"
+    assert collectives_ms("tensor", tokens, ranks) == pytest.approx(counted[f"{name}_tensor"], rel=2e-3)
+    keys = sent_bytes("context", tokens, ranks)[KEYS] / NVLINK / 1e6
+    assert keys == pytest.approx(counted[f"{name}_context"], rel=2e-3)
