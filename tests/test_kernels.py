@@ -38,6 +38,7 @@ SOURCES = [
     "sparse_mla_decode/launch_wide",
     "sparse_mla_decode/launch_narrow",
     "pack_kv_fp8/launch",
+    "write_rotated/launch",
     "indexer_scores/launch",
     "indexer_logits/launch_fp8",
     "indexer_logits/launch_bf16",

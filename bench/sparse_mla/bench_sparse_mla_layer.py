@@ -125,16 +125,16 @@ class Step:
 
 
 class OperatorTimes(TorchDispatchMode):
-    """Times the operators of torch.ops.dsa, PyTorch's attention and the matmuls that are called in its scope; all other
-    work is glue."""
+    """Times the public operators of torch.ops.dsa, PyTorch's attention and the matmuls that are called in its scope;
+    all other work is glue."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_attention = func._opname.startswith("_scaled_dot_product")
-        if func.namespace != "dsa" and func not in MATMULS and not is_attention:
+        is_operator = func.namespace == "dsa" and not func._opname.startswith("_")
+        if not is_operator and func not in MATMULS and not func._opname.startswith("_scaled_dot_product"):
             return func(*args, **(kwargs or {}))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from dsa_ext.ops._checks import describe
 from dsa_ext.ops._library import is_transformed
+from dsa_ext.ops.rotary import write_rotated_is_compiled
 
 RopeLayout = Literal["half", "interleaved"]
 
@@ -204,11 +205,26 @@ def halves(x: Tensor, cos: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def write_rotated(
     out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, interleaved_out: bool = False
 ) -> None:
-    """Writes the rotated columns of `x` to `out`."""
+    """Writes x [B, S, .., D] to `out`, with the columns of all pairs rotated. Without gradients."""
+    shape = *x.shape[:-1], cos.shape[-1]
+    if x.is_cuda and x.dim() in (3, 4) and x.numel() < 2**33 and write_rotated_is_compiled():
+        given = [t.unsqueeze(2) if x.dim() == 3 else t for t in (out, x, cos.expand(shape), sin.expand(shape))]
+        if all(_fits(t, multiple) for t, multiple in zip(given, (8, 8, 4, 4), strict=True)):
+            torch.ops.dsa._write_rotated(*given, interleaved, interleaved_out)
+            return
+    columns = 2 * cos.shape[-1]
     first, second = halves(out, cos, interleaved_out)
     x_first, x_second = halves(x, cos, interleaved)
     torch.mul(x_first, cos, out=first).addcmul_(x_second, sin, value=-1)
     torch.mul(x_second, cos, out=second).addcmul_(x_first, sin)
+    if columns < x.shape[-1]:
+        out[..., columns:] = x[..., columns:]
+
+
+def _fits(x: Tensor, multiple: int) -> bool:
+    """Whether the kernel can read x [B, S, H, D]: rows of so many bf16 at a time."""
+    strides = *x.stride()[:-1], x.shape[-1], x.storage_offset()
+    return x.dtype == torch.bfloat16 and x.stride(-1) == 1 and all(stride % multiple == 0 for stride in strides)
 
 
 class _Rope(torch.autograd.Function):
@@ -219,10 +235,8 @@ class _Rope(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
         ctx.layouts = interleaved_out, interleaved
-        columns = 2 * cos.shape[-1]
         out = x.new_empty(x.shape)
         write_rotated(out, x, cos, sin, interleaved, interleaved_out)
-        out[..., columns:] = x[..., columns:]
         return out
 
     @staticmethod

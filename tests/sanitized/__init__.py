@@ -14,6 +14,7 @@ PARTS: dict[str, Callable[[], None]] = {
         sparse_mla.attn_dist,
         sparse_mla.sparse_mla_decode,
         sparse_mla.pack_kv_fp8,
+        sparse_mla.rope,
         indexer.topk_select,
         indexer.indexer,
         indexer.indexer_paged,

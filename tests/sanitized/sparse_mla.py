@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from dsa_ext.nn.rotary import apply_rope
 from dsa_ext.testing.calls import ORDINARY, with_forward
 from dsa_ext.testing.inputs import drift_indices, make_cache, make_inputs, spoil_indices, strided_cache, strided_copy
 from sanitized.calls import BF16, Args, checked, random
@@ -118,3 +119,14 @@ def pack_kv_fp8() -> None:
     for shape in ((1, 576), (9, 512), (2, 3, 5, 576)):
         checked("pack_kv_fp8", kv=random(*shape).to(BF16))
     checked("pack_kv_fp8", kv=random(2, 1, 576).to(BF16).expand(2, 3, 576))
+
+
+def rope() -> None:
+    for (shape, columns), layout in itertools.product(
+        (((2, 3, 5, 64), 64), ((1, 7, 128), 16)), ("half", "interleaved")
+    ):
+        x = random(shape, BF16)
+        positions = torch.arange(shape[1])
+        expected = apply_rope(x, positions, columns=columns, layout=layout)
+        got = apply_rope(x.cuda(), positions.cuda(), columns=columns, layout=layout)
+        assert torch.allclose(got.cpu().float(), expected.float(), rtol=2e-2, atol=2e-2)
