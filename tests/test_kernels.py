@@ -135,6 +135,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "pack_kv_fp8/launch": Kernels(
             "pack_kv_fp8_kernel", 2, 8 * 256, ("LDG.E.128", "F2FP.SATFINITE.E4M3", "SHFL", "ACQBULK")
         ),
+        "write_rotated/launch": Kernels("write_rotated_kernel", 1, 8 * 256, ("LDG.E.128", "PRMT")),
         # Columns x heads; heads that fill the instance, or fewer.
         "attn_dist/launch": Kernels("listed_keys_kernel.*Attention", 2 * 4 * 2, listed.threads(576, 64), listing),
         "indexer_scores/launch": Kernels("listed_keys_kernel.*Indexer", 2 * 3 * 2, listed.threads(128, 64), listing),

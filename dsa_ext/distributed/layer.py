@@ -95,12 +95,13 @@ class ParallelSparseMLA(SparseMLA):
         q_latent = self._q_latent(own_x)
         if self.phase == "dense" and whole.bounds is None and self._cp is None:
             return SparseMLAOutput(self._by_heads(q_latent, self._keys(own_x, queries), among, here), None, None)
+        # Collectives run beside the indexer, and those of their gradients beside its gradients.
+        out_weight = self._whole_weight("o_proj")
         tensors = index_keys = None
         if self.phase != "dense" and ids is None:
             tensors = self._run(self.indexer, own_x.detach(), q_latent.detach(), queries.positions)
             index_keys = self._of_all(tensors.k, among, context)
-        # These collectives run beside the indexer.
-        q_b, out_weight, kv_b = (self._whole_weight(name) for name in ("q_b_proj", "o_proj", "kv_b_proj"))
+        q_b, kv_b = (self._whole_weight(name) for name in ("q_b_proj", "kv_b_proj"))
         keys = self._of_all(self._keys(own_x, queries), among, context)
         if tensors is not None and index_keys is not None:
             tensors = tensors._replace(k=index_keys.result())

@@ -9,7 +9,7 @@ computes with fewer operations.
 torch.compile decides itself what to keep, so it gets the plain formulas, and so do the transforms of torch.func.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,10 +18,11 @@ from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from dsa_ext import functional
-from dsa_ext.nn.dense import DenseAttention
+from dsa_ext.nn.absorption import Absorption, Queries, all_queries, parts_of
+from dsa_ext.nn.absorption import Rope as Rope
 from dsa_ext.nn.heads import multiply, multiply_heads, weight_gradient
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
-from dsa_ext.nn.rotary import rotated, write_rotated
+from dsa_ext.nn.rotary import rotated
 from dsa_ext.ops._library import as_autocast, is_transformed, not_differentiable_again
 
 #: Most bytes of absorbed queries at a time; 7281 queries of 128 heads in bf16.
@@ -35,14 +36,6 @@ class Absorbed(NamedTuple):
     loss: Tensor | None  # of `learner`, the mean over queries
 
 
-class Rope(NamedTuple):
-    """rope_tables [1 or B, S, 1, rope / 2], and the layout of the columns that are rotated."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
-
-
 def absorbed_queries(heads: Tensor, key_weight: Tensor, rope: Rope) -> Tensor:
     """Queries of the absorbed form, heads projected to the latent's columns: [B, S, H, latent + rope].
 
@@ -53,7 +46,7 @@ def absorbed_queries(heads: Tensor, key_weight: Tensor, rope: Rope) -> Tensor:
     """
     key_weight = key_weight.to(heads.dtype)
     if not (torch.is_grad_enabled() or is_compiling() or is_transformed()):
-        return _Absorption(heads.contiguous(), key_weight, *rope).queries(_all_queries(heads))
+        return Absorption(heads.contiguous(), key_weight, *rope).queries(all_queries(heads))
     nope, turning = heads.split([key_weight.shape[1], heads.shape[-1] - key_weight.shape[1]], dim=-1)
     return torch.cat([multiply_heads(nope, key_weight), rotated(turning, *rope)], dim=-1)
 
@@ -130,91 +123,6 @@ def absorbed_attention(
     return Absorbed(out, lse, p if distribution else None, loss)
 
 
-class _Queries(NamedTuple):
-    """Queries that are worked on together: of some whole sequences, or a part of one."""
-
-    batch: slice
-    rows: slice
-    dense: bool = False  # whether they list all keys up to their own
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Their part of a tensor [B, S, ...]."""
-        return tensor[self.batch, self.rows]
-
-    def visible(self, starts: Tensor | None, ends: Tensor | None) -> dict[str, Any]:
-        """What functional.sparse_mla needs to know which keys they see."""
-        if starts is None and ends is None:
-            return {"q_start": self.rows.start}
-        bounds = {"starts": starts, "ends": ends}
-        return {name: None if bound is None else self.of(bound) for name, bound in bounds.items()}
-
-
-def _all_queries(heads: Tensor) -> _Queries:
-    return _Queries(slice(0, heads.shape[0]), slice(0, heads.shape[1]))
-
-
-def _parts(heads: Tensor, columns: int, dense_rows: int) -> Iterator[_Queries]:
-    """All queries in parts of about equal size, whose absorbed form of so many columns has at most _BYTES; the first
-    `dense_rows` of sequences apart."""
-    batch, seq, n_heads = heads.shape[:3]
-    most = max(1, _BYTES // (n_heads * columns * heads.element_size()))
-    whole = dense_rows in (0, seq)
-    for sequences in _divided(batch, max(1, most // max(1, seq)) if whole else 1):
-        if dense_rows > 0:
-            yield _Queries(sequences, slice(0, dense_rows), dense=True)
-        if dense_rows == 0 or not whole:
-            for rows in _divided(seq - dense_rows, most):
-                yield _Queries(sequences, slice(dense_rows + rows.start, dense_rows + rows.stop))
-
-
-def _divided(length: int, most: int) -> list[slice]:
-    """Slices of about equal size, of at most `most`; one if the length is 0."""
-    size = -(-length // max(1, -(-length // most)))
-    return [slice(begin, min(length, begin + size)) for begin in range(0, max(1, length), max(1, size))]
-
-
-class _Absorption:
-    """Absorbs the queries of some rows, and returns gradients from there."""
-
-    def __init__(self, heads: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-        self.heads, self.key_weight, self.cos, self.sin = heads, key_weight, cos, sin
-        self.interleaved = interleaved
-        _, self.nope, self.latent = key_weight.shape
-
-    @property
-    def columns(self) -> int:
-        return self.latent + self.heads.shape[-1] - self.nope
-
-    def queries(self, rows: _Queries) -> Tensor:
-        heads = rows.of(self.heads)
-        q = heads.new_empty(*heads.shape[:-1], self.columns)
-        multiply(q.flatten(0, 1)[..., : self.latent], heads.flatten(0, 1)[..., : self.nope], self.key_weight)
-        write_rotated(q[..., self.latent :], heads[..., self.nope :], *self._tables(rows), self.interleaved)
-        return q
-
-    def write_gradient(self, dheads: Tensor, dq: Tensor, rows: _Queries) -> None:
-        """Writes the gradient of the heads of these rows to `dheads`."""
-        out = rows.of(dheads)
-        multiply(out.flatten(0, 1)[..., : self.nope], dq.flatten(0, 1)[..., : self.latent], self.key_weight.mT)
-        cos, sin = self._tables(rows)
-        write_rotated(out[..., self.nope :], dq[..., self.latent :], cos, -sin, interleaved_out=self.interleaved)
-
-    def weight_gradient(self, dq: Tensor, rows: _Queries) -> Tensor:
-        heads = rows.of(self.heads).flatten(0, 1)
-        return weight_gradient(heads[..., : self.nope], dq.flatten(0, 1)[..., : self.latent])
-
-    def dense(
-        self, rows: _Queries, value_weight: Tensor, kv: Tensor, sm_scale: float, *, differentiable: bool
-    ) -> DenseAttention:
-        """Attention of these rows, the first ones, to the keys of the same rows."""
-        given = rows.of(self.heads), self.key_weight, value_weight, rows.of(kv), *self._tables(rows)
-        return DenseAttention(*given, self.interleaved, sm_scale, differentiable=differentiable)
-
-    def _tables(self, rows: _Queries) -> tuple[Tensor, Tensor]:
-        shape = *self.heads.shape[:2], 1, -1
-        return rows.of(self.cos.expand(shape)), rows.of(self.sin.expand(shape))
-
-
 class _AbsorbedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -239,12 +147,12 @@ class _AbsorbedAttention(torch.autograd.Function):
         slots: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         heads = heads.contiguous()
-        absorption = _Absorption(heads, key_weight, cos, sin, interleaved)
+        absorption = Absorption(heads, key_weight, cos, sin, interleaved)
         shape = heads.shape[:2]
         columns = value_weight.shape[:2] if out_weight is None else out_weight.shape[:1]
         out = heads.new_empty(*shape, *columns)
         latents, lses, ps = [], [], []
-        for part in _parts(heads, absorption.columns, dense_rows):
+        for part in parts_of(heads, absorption.columns, dense_rows, _BYTES):
             rows = part._replace(dense=part.dense and not distribution)  # weights are those of the absorbed form
             if rows.dense:
                 result = absorption.dense(rows, value_weight, kv, slots["sm_scale"], differentiable=False).values
@@ -301,8 +209,8 @@ def _gradients(
     heads, key_weight, value_weight, kv, out_weight, *saved_index, ids, cos, sin, starts, ends = saved[:13]
     results = saved[13:]  # of all parts that are not dense
     latents, lses = results[: len(results) // 2], results[len(results) // 2 :]
-    absorption = _Absorption(heads, key_weight, cos, sin, ctx.interleaved)
-    parts = list(_parts(heads, absorption.columns, ctx.dense_rows))
+    absorption = Absorption(heads, key_weight, cos, sin, ctx.interleaved)
+    parts = list(parts_of(heads, absorption.columns, ctx.dense_rows, _BYTES))
     dense, others = [rows for rows in parts if rows.dense], [rows for rows in parts if not rows.dense]
     attends = dout is not None and any(ctx.needs_input_grad[:4])
     learner = None
@@ -315,7 +223,7 @@ def _gradients(
     dheads = torch.empty_like(heads) if attends else None
     dkey_weight, dvalue_weight, dkv = (_Sum(t, len(parts)) for t in (key_weight, value_weight, kv))
 
-    def dvalues_of(rows: _Queries) -> Tensor:
+    def dvalues_of(rows: Queries) -> Tensor:
         assert dout is not None
         dvalues = rows.of(dout).flatten(0, 1)
         return dvalues if out_weight is None else (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))
@@ -383,7 +291,7 @@ class _Learner:
         self.dk = _Sum(tensors.k, parts)
         self.loss = torch.zeros_like(dloss)
 
-    def learn(self, rows: _Queries, ids: Tensor, p: Tensor) -> None:
+    def learn(self, rows: Queries, ids: Tensor, p: Tensor) -> None:
         q, k, weights = self.tensors
         with torch.enable_grad():
             given = IndexerTensors(
@@ -407,7 +315,7 @@ def _indexer_loss(
 
 
 def _out_weight_gradient(
-    dout: Tensor, parts: list[_Queries], results: Sequence[Tensor], value_weight: Tensor, out_weight: Tensor
+    dout: Tensor, parts: list[Queries], results: Sequence[Tensor], value_weight: Tensor, out_weight: Tensor
 ) -> Tensor | None:
     """From the values of dense parts and the latents of others. Takes several parts of the queries together, as long as
     their values have about _BYTES at most: the weight is large, and each part would cost an addition in fp32."""
@@ -423,7 +331,7 @@ def _out_weight_gradient(
     return gradient.result()
 
 
-def _values(parts: list[_Queries], results: Sequence[Tensor], value_weight: Tensor) -> Tensor:
+def _values(parts: list[Queries], results: Sequence[Tensor], value_weight: Tensor) -> Tensor:
     """The values of heads [tokens, H, v] of the parts one after another, from values of dense parts [B, S, H, v] and
     latents of others [B, S, H, latent]."""
     tokens = [result.shape[0] * result.shape[1] for result in results]
@@ -433,7 +341,7 @@ def _values(parts: list[_Queries], results: Sequence[Tensor], value_weight: Tens
     return values
 
 
-def _write_values(out: Tensor, rows: _Queries, result: Tensor, value_weight: Tensor) -> None:
+def _write_values(out: Tensor, rows: Queries, result: Tensor, value_weight: Tensor) -> None:
     """Writes the values of one part."""
     if rows.dense:
         out.copy_(result.flatten(0, 1))

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dsa_ext import functional
 from dsa_ext.nn.absorbed import Absorbed, Rope, absorbed_attention, absorbed_queries
+from dsa_ext.nn.absorption import all_keys
 from dsa_ext.nn.dense import attention_of_heads
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
@@ -225,8 +226,8 @@ class SparseMLA(nn.Module):
         self._check_input(x)
         rows = self._rows(x)
         heads, kv = self._heads(self._q_latent(x)), self._keys(x, rows)
-        all_keys = _all_keys(heads, kv)
-        p = self._attend(heads, kv, self._kv_b(x), all_keys, rows, distribution=True).distribution
+        every = all_keys(heads, kv)
+        p = self._attend(heads, kv, self._kv_b(x), every, rows, distribution=True).distribution
         assert p is not None
         return p[..., : x.shape[1]] / self.heads
 
@@ -339,7 +340,7 @@ class SparseMLA(nn.Module):
             out_weight: if given, the first result is the projection of all heads by it [B, S, hidden_size].
         """
         learns = tensors is not None and torch.is_grad_enabled()
-        listed = _all_keys(heads, kv) if ids is None else ids[:, :, None]
+        listed = all_keys(heads, kv) if ids is None else ids[:, :, None]
         learner = tensors if learns and ids is not None else None
         # Its own indexer selects every key of the first queries; ids from elsewhere may be any.
         selects = tensors is not None and ids is not None and rows.bounds is None
@@ -417,10 +418,3 @@ class SparseMLA(nn.Module):
 
     def _rotated(self, x: Tensor, rows: Rows) -> Tensor:
         return apply_rope(x, rows.positions, self.rope_theta, layout=self.rope, yarn=self.yarn)
-
-
-def _all_keys(heads: Tensor, kv: Tensor) -> Tensor:
-    """Ids of all T keys for each query [B, S, 1, T], expanded from one row in memory. At least one slot: the operators
-    take no empty rows."""
-    (batch, seq), keys = heads.shape[:2], kv.shape[1]
-    return torch.arange(max(1, keys), device=kv.device, dtype=torch.int32).expand(batch, seq, 1, -1)

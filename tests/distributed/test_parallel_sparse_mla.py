@@ -127,11 +127,13 @@ def record_order(rank: int, folder: str) -> None:
                 forward = events[:]
                 events.clear()
                 (out.sum() + loss).backward()
-            weights = ["_GatherWeight"] * 3 if name == "tensor" else []
-            starts, ends = ([f"{kind}.{call}" for kind in ("_Gather", *weights, "_Gather")] for call in CALLS)
+            keys = ["_Gather"]
+            weights = [["_GatherWeight"], ["_GatherWeight"] * 2] if name == "tensor" else [[], []]
+            starts = [f"{kind}.start" for kind in weights[0] + keys + weights[1] + keys]
+            ends = [f"{kind}.finish" for kind in weights[1] + weights[0] + keys]
             output = ["_Gather.start", "_Gather.finish"] if name == "tensor" else []
             # The indexer waits for its own keys only.
-            assert forward == [*starts, ends[0], "select", *ends[1:], *output]
+            assert forward == [*starts, "_Gather.finish", "select", *ends, *output]
             # Gradients of the latent keys and of weights are on their way while those of the queries are computed.
             sums = ["_ScatterWeight.start"] * 3 if name == "tensor" else []
             assert events[: len(sums) + 2] == ["_ReduceScatter.start", *sums, "_ReduceScatter.start"]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_models import MODELS, integration, make_model, tokens, transformers
 
-from dsa_ext.nn import absorbed
+from dsa_ext.nn import absorption
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -285,13 +285,13 @@ def test_deterministic_gradients(deterministic: bool | None, checkpointing: bool
 def test_the_first_queries_are_dense(name: str, train_indexer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every layer, also in those that share an indexer, with what listed keys give."""
     model, ids = make_model(name).train(), tokens()
-    rows, plain = [], absorbed.DenseAttention
+    rows, plain = [], absorption.DenseAttention
 
     def counted(heads: Any, *args: Any, **options: Any) -> Any:
         rows.append(heads.shape[1])
         return plain(heads, *args, **options)
 
-    monkeypatch.setattr(absorbed, "DenseAttention", counted)
+    monkeypatch.setattr(absorption, "DenseAttention", counted)
 
     def results(deterministic: bool, **inputs: Any) -> list[Any]:
         model.zero_grad()

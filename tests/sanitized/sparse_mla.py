@@ -125,7 +125,7 @@ def rope() -> None:
     for (shape, columns), layout in itertools.product(
         (((2, 3, 5, 64), 64), ((1, 7, 128), 16)), ("half", "interleaved")
     ):
-        x = random(shape, BF16)
+        x = random(*shape).to(BF16)
         positions = torch.arange(shape[1])
         expected = apply_rope(x, positions, columns=columns, layout=layout)
         got = apply_rope(x.cuda(), positions.cuda(), columns=columns, layout=layout)

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from dsa_ext import functional
-from dsa_ext.nn import absorbed
+from dsa_ext.nn import absorbed, absorption
 from dsa_ext.nn.absorbed import Rope, absorbed_attention, absorbed_queries
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
@@ -168,7 +168,7 @@ def test_dense_rows(
 @pytest.mark.parametrize("by", ["argument", "torch"])
 def test_dense_rows_of_deterministic_calls(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the same bits as listed keys."""
-    monkeypatch.setattr(absorbed, "DenseAttention", None)
+    monkeypatch.setattr(absorption, "DenseAttention", None)
     leaves, ids, rope = make_inputs()
     ids = with_complete_lists(ids, 4)
     torch.use_deterministic_algorithms(by == "torch")

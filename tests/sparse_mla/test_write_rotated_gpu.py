@@ -118,18 +118,3 @@ def test_far_rows_and_graphs() -> None:
     near.mul_(-2)
     graph.replay()
     assert equal(captured, apply_rope(near, positions))
-
-
-def test_errors() -> None:
-    x, (cos, sin) = normal(1, 2, 3, 64), tables(1, 2, 1, 32)
-    cos, sin = (t.expand(1, 2, 3, 32) for t in (cos, sin))
-    for args, text in (
-        ((x, x[..., 0], cos, sin), r"x and cos must be \[B, S, H, D\], got bfloat16 \[1, 2, 3\]"),
-        ((x, x, cos[..., :30], sin), "cos must have a multiple of 4 columns"),
-        ((x, x.float(), cos, sin), r"x must be bfloat16 \[B=1, S=2, H=3, D=64\], got float32"),
-        ((x, x, cos, sin[..., :28]), r"sin must be bfloat16 \[B=1, S=2, H=3, D=32\], got bfloat16 \[1, 2, 3, 28\]"),
-        ((x[:, :1], x, cos, sin), r"out must be bfloat16 \[B=1, S=2, H=3, D=64\]"),
-        ((x, normal(1, 2, 3, 72)[..., 4:68], cos, sin), "x must have dense rows that start 16-byte aligned"),
-    ):
-        with pytest.raises(RuntimeError, match=f"^dsa::_write_rotated: {text}"):
-            torch.ops.dsa._write_rotated(*args, False, False)

@@ -1,0 +1,46 @@
+"""RoPE in place on the CPU, where it is a formula in PyTorch; and the checks of the kernel's arguments."""
+
+import itertools
+
+import pytest
+import torch
+from commands import needs_library
+from torch import Tensor
+
+from dsa_ext.nn.rotary import write_rotated
+
+
+def complex_pairs(x: Tensor, interleaved: bool) -> Tensor:
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).mT
+    return torch.view_as_complex(pairs.contiguous())
+
+
+@pytest.mark.parametrize(("interleaved", "interleaved_out"), list(itertools.product((False, True), repeat=2)))
+def test_rotation(interleaved: bool, interleaved_out: bool) -> None:
+    x, angles = torch.randn(2, 5, 3, 20, dtype=torch.float64), torch.randn(2, 5, 1, 8, dtype=torch.float64)
+    out = torch.full((2, 5, 3, 30), 7.0, dtype=torch.float64)
+    write_rotated(out[..., 4:24], x, angles.cos(), angles.sin(), interleaved, interleaved_out)
+    expected = complex_pairs(x[..., :16], interleaved) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(complex_pairs(out[..., 4:20], interleaved_out), expected)
+    assert torch.equal(out[..., 20:24], x[..., 16:])
+    assert (out[..., :4] == 7).all()
+    assert (out[..., 24:] == 7).all()
+
+
+@needs_library
+def test_errors() -> None:
+    """Those that need no GPU."""
+    x, cos = torch.randn(1, 2, 3, 64).bfloat16(), torch.randn(1, 2, 3, 32).bfloat16()
+    wide = torch.randn(1, 2, 3, 72).bfloat16()
+    for args, text in (
+        ((x, x[..., 0], cos, cos), r"x and cos must be \[B, S, H, D\], got bfloat16 \[1, 2, 3\]"),
+        ((x, x, cos[..., :30], cos), "cos must have a multiple of 4 columns, at most half of those of x"),
+        ((x, x.float(), cos, cos), r"x must be bfloat16 \[B, S, H, D\], got float32"),
+        ((x, x, cos, cos[..., :28]), r"sin must be bfloat16 \[B=1, S=2, H=3, D=32\], got bfloat16 \[1, 2, 3, 28\]"),
+        ((x[:, :1], x, cos, cos), r"out must be bfloat16 \[B=1, S=2, H=3, D=64\], got bfloat16 \[1, 1, 3, 64\]"),
+        ((x, wide[..., 4:68], cos, cos), "x must have dense rows that start 16-byte aligned"),
+        ((x, x, cos, cos), "x must be on a Hopper GPU|x must be "),
+    ):
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+        with pytest.raises(RuntimeError, match=f"^dsa::_write_rotated: {text}"):
+            torch.ops.dsa._write_rotated.default.redispatch(keys, *args, False, False)
