@@ -6,8 +6,8 @@ learn to predict attention to all keys (warm-up). Last, queries read only the ke
 everything learns: the model from the text, the indexers from the keys that they select.
 With `--streams` layers are joined by hyper-connections instead of residual connections.
 
-On several GPUs, or processes of a CPU, `torchrun --nproc-per-node 2 examples/train.py`: the ranks divide the heads of
-projections and the queries of attention, and all of them compute everything else.
+On several GPUs, or processes of a CPU, `torchrun --nproc-per-node 2 examples/train.py`: the ranks divide the
+large weights of attention and its queries, and all of them compute everything else.
 """
 
 import argparse

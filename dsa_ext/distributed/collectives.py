@@ -2,11 +2,12 @@
 There are no second derivatives: autograd raises an error where one would pass through a collective.
 
 Gradients that are summed over ranks are exchanged in their own dtype and added up in fp32 at least: a reduce-scatter in
-bf16 would round after each addition, one in fp32 would send twice the bytes.
+bf16 would round after each addition, one in fp32 would send twice the bytes. `summed` adds up in the dtype of x.
 
 A group may be None, which means one rank: then nothing is communicated.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,15 +37,17 @@ def summed(x: Tensor, group: Group) -> Tensor:
     return x if group is None else _Sum.apply(x, group)  # type: ignore[no-untyped-call]
 
 
-def shared(x: Tensor, group: Group) -> Tensor:
-    """A tensor that is equal on all ranks, from which each computes something else: its gradient is the sum of
-    theirs."""
-    return x if group is None else _Share.apply(x, group)  # type: ignore[no-untyped-call]
+def shared(tensors: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """Tensors that are equal on all ranks, from which each computes something else: their gradients are the sums of
+    those of all ranks, exchanged together when the last one is there."""
+    return tuple(tensors) if group is None else _Share.apply(group, *tensors)  # type: ignore[no-untyped-call]
 
 
 def all_rows(x: Tensor, shares: Shares, group: Group) -> "Pending":
     """Starts to gather the rows of all ranks [B, S, ...], in the order of the sequence, from those of this rank."""
-    return _started(x, None if group is None else _Gather(shares, group))
+    pending = Pending(x, None if group is None else _Gather(shares, group))
+    pending.start()
+    return pending
 
 
 def own_rows(x: Tensor, shares: Shares, group: Group) -> Tensor:
@@ -59,8 +62,8 @@ def rows_of_all(x: Tensor, shares: Shares, group: Group) -> Tensor:
 
 
 def whole_weight(part: Tensor, dim: int, group: Group) -> "Pending":
-    """Starts to gather a weight from its parts along a dimension, one of each rank, all of the same size."""
-    return _started(part, None if group is None else _GatherWeight(dim, group))
+    """A weight, gathered from its parts along a dimension, one of each rank, all of the same size. To be started."""
+    return Pending(part, None if group is None else _GatherWeight(dim, group))
 
 
 def _reduce(x: Tensor, group: Group) -> Tensor:
@@ -98,14 +101,26 @@ class _Sum(torch.autograd.Function):
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return x.view_as(x)
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        return _reduce(dout, ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        totals = list(gradients)
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                by_dtype.setdefault(gradient.dtype, []).append(i)
+        for places in by_dtype.values():
+            some = [gradients[i] for i in places]
+            total = _reduce(torch.cat([x.flatten() for x in some if x is not None]), ctx.group)
+            parts = total.split([x.numel() for x in some if x is not None])
+            for i, part in zip(places, parts, strict=True):
+                totals[i] = part.view(gradients[i].shape)  # type: ignore[union-attr]
+        return None, *totals
 
 
 class _OwnRows(torch.autograd.Function):
@@ -148,7 +163,7 @@ class _Transfer:
     _sent: Tensor  # kept until the collective is complete
     _received: Tensor
     _work: Any
-    gradient: "_Transfer"  # that of the backward pass, while it runs
+    gradient: "_Transfer"  # that of the backward pass
 
     def start(self, x: Tensor) -> None:
         raise NotImplementedError
@@ -181,7 +196,9 @@ class _Gather(_Transfer):
         self._work = _gather_single(self._received, self._sent, group=self._group, async_op=True)
 
     def _unpack(self, received: Tensor) -> Tensor:
-        return received.index_select(0, self._shares.padded_place_of_row).transpose(0, 1)
+        out = received.new_empty(received.shape[1], len(self._shares.row_of_place), *received.shape[2:])
+        torch.index_select(received, 0, self._shares.padded_place_of_row, out=out.transpose(0, 1))
+        return out
 
     def transposed(self) -> "_Transfer":
         return _ReduceScatter(self._shares, self._group)
@@ -235,30 +252,33 @@ class _ScatterWeight(_Transfer):
 
 
 class Pending:
-    """The result of a collective that has been started. What does not need it belongs between."""
+    """The result of a collective. What does not need it belongs between its start and `result`."""
 
     def __init__(self, value: Tensor, transfer: _Transfer | None) -> None:
         self._value, self._transfer = value, transfer
+        self._token = value if transfer is None else _Start.apply(value, transfer)  # type: ignore[no-untyped-call]
+
+    def start(self) -> None:
+        """Starts it. To be called once."""
+        if self._transfer is not None:
+            self._transfer.start(self._value.detach())
 
     def result(self) -> Tensor:
         """Waits for it; on a GPU, the current stream does. To be called once."""
         if self._transfer is None:
             return self._value
-        return _Finish.apply(self._value, self._transfer)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _started(x: Tensor, transfer: _Transfer | None) -> Pending:
-    return Pending(x if transfer is None else _Start.apply(x, transfer), transfer)  # type: ignore[no-untyped-call]
+        result: Tensor = _Finish.apply(self._token, self._transfer)  # type: ignore[no-untyped-call]
+        return result
 
 
 class _Start(torch.autograd.Function):
-    """Starts a transfer. The result is an empty tensor that stands for it: in the backward pass, too, autograd must not
-    touch what has not arrived."""
+    """Stands for the start of a transfer. The result is an empty tensor that stands for what is under way: in the
+    backward pass, too, autograd must not touch what has not arrived. There the transfer of the gradient is waited for,
+    so what is created earlier is computed later."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
         ctx.transfer = transfer
-        transfer.start(x)
         return x.new_empty(0)
 
     @staticmethod

@@ -27,6 +27,7 @@ from dsa_ext.distributed.collectives import (
     whole_weight,
 )
 from dsa_ext.distributed.shares import Order, Shares, shares_of
+from dsa_ext.nn.indexer import IndexerTensors
 from dsa_ext.nn.projections import WHOLE, excess_of
 from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput
 from dsa_ext.nn.tuples import Rows
@@ -70,7 +71,8 @@ class ParallelSparseMLA(SparseMLA):
             seq_len: length S of the whole sequences; by default S_r times the ranks that divide them. It is required
                 where ranks hold different numbers of rows: their collectives would not match.
             cu_seqlens: as in SparseMLA.forward, with rows of the whole sequence.
-            ids: as in SparseMLA.forward, for this rank's queries.
+            ids: as in SparseMLA.forward, for the queries whose attention this rank computes: those of the `ids` that it
+                returns.
 
         Returns:
             SparseMLAOutput. `out` has the rows of x; the loss is that of all queries, equal on all ranks. `ids` are the
@@ -89,28 +91,34 @@ class ParallelSparseMLA(SparseMLA):
         whole = self._rows(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
         here, queries = whole.at(held, x.shape[0]), whole.at(held[own], x.shape[0])
         if ids is not None:
-            self._check_ids(ids, x[:, : len(own)])
+            self._check_ids(ids, x[:, : len(own)])  # of this rank's queries
 
+        names = [name for name, _ in self.named_parameters() if name.removesuffix(".weight") not in _DIVIDED]
+        parameters = dict(zip(names, shared([self.get_parameter(name) for name in names], self._tp), strict=True))
         own_x = own_rows(x, among, self._tp)
-        q_latent = self._q_latent(own_x)
+        # Created first, so that their gradients are waited for last.
+        weights = q_b, kv_b, out_weight = [
+            whole_weight(_local(getattr(self, name).weight), dim, self._tp) for name, dim in _DIVIDED.items()
+        ]
+        runs_indexer = self.phase != "dense" and ids is None
+        q_latent, own_keys, tensors = _projected(self, parameters, own_x, queries, runs_indexer)
         if self.phase == "dense" and whole.bounds is None and self._cp is None:
-            return SparseMLAOutput(self._by_heads(q_latent, self._keys(own_x, queries), among, here), None, None)
-        # Collectives run beside the indexer, and those of their gradients beside its gradients.
-        out_weight = self._whole_weight("o_proj")
-        tensors = index_keys = None
-        if self.phase != "dense" and ids is None:
-            tensors = self._run(self.indexer, own_x.detach(), q_latent.detach(), queries.positions)
-            index_keys = self._of_all(tensors.k, among, context)
-        q_b, kv_b = (self._whole_weight(name) for name in ("q_b_proj", "kv_b_proj"))
-        keys = self._of_all(self._keys(own_x, queries), among, context)
+            return SparseMLAOutput(self._by_heads(q_latent, own_keys, among, here), None, None)
+        index_keys = None if tensors is None else self._of_all(tensors.k, among, context)
+        keys = all_rows(own_keys, among, self._tp)
+        for weight in weights:
+            weight.start()
+        if self._cp is not None:
+            keys = all_rows(keys.result(), context, self._cp)
+        # All but the indexer's keys arrive while it selects.
         if tensors is not None and index_keys is not None:
             tensors = tensors._replace(k=index_keys.result())
             if self.phase == "sparse":
                 ids = self.indexer.select(tensors, self.topk, queries.bounds)
         heads = linear(q_latent, q_b.result()).unflatten(-1, (self.heads, -1))
         # In the backward pass the gradient of what is waited for last is sent first: that of the keys.
-        weights = kv_b.result(), out_weight.result()
-        out, loss = self._absorbed(heads, keys.result(), weights[0], tensors, ids, queries, weights[1])
+        whole_kv_b, whole_o = kv_b.result(), out_weight.result()
+        out, loss = self._absorbed(heads, keys.result(), whole_kv_b, tensors, ids, queries, whole_o)
         if loss is not None:
             loss = summed(summed(loss * (len(own) / max(1, seq_len)), self._tp), self._cp)
         return SparseMLAOutput(rows_of_all(out, among, self._tp), loss, ids)
@@ -134,32 +142,50 @@ class ParallelSparseMLA(SparseMLA):
         values = self._dense(heads, latent, k_rope, _local(self.kv_b_proj.weight), rows)
         return summed(linear(values.flatten(2), _local(self.o_proj.weight)), self._tp)
 
-    def _run(self, module: nn.Module, *inputs: Any) -> Any:
-        """For this rank's rows: the gradients of the module's parameters are summed over the group."""
-        if self._tp is None or not torch.is_grad_enabled():
-            return super()._run(module, *inputs)
-        parameters = {name: shared(parameter, self._tp) for name, parameter in module.named_parameters()}
-        return functional_call(module, parameters, inputs)
-
     def _of_all(self, x: Tensor, among: Shares, context: Shares) -> Pending:
         """Starts to gather the rows of all ranks of both groups."""
         gathered = all_rows(x, among, self._tp)
         return gathered if self._cp is None else all_rows(gathered.result(), context, self._cp)
 
-    def _whole_weight(self, name: str) -> Pending:
-        return whole_weight(_local(getattr(self, name).weight), _DIVIDED[name], self._tp)
+    def _gathered_weight(self, name: str) -> Tensor:
+        weight = whole_weight(_local(getattr(self, name).weight), _DIVIDED[name], self._tp)
+        weight.start()
+        return weight.result()
 
     def _kv_b(self, x: Tensor) -> Tensor:
-        return self._whole_weight("kv_b_proj").result()
+        return self._gathered_weight("kv_b_proj")
 
     def _heads(self, q_latent: Tensor) -> Tensor:
-        heads: Tensor = linear(q_latent, self._whole_weight("q_b_proj").result()).unflatten(-1, (self.heads, -1))
+        heads: Tensor = linear(q_latent, self._gathered_weight("q_b_proj")).unflatten(-1, (self.heads, -1))
         return heads
 
     def rows_of_rank(self, seq_len: int) -> Tensor:
         """The rows of sequences of this length that this rank holds, ascending; on the CPU."""
         shares = shares_of(_length(seq_len), size_of(self._cp), self._order, torch.device("cpu"))
         return shares.rows(rank_in(self._cp)).clone()
+
+
+class _Projections(nn.Module):
+    """The part of a layer that projects rows: query latent, keys, and the tensors of the indexer, if it runs."""
+
+    def __init__(self, layer: SparseMLA) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, rows: Rows, runs_indexer: bool) -> tuple[Tensor, Tensor, IndexerTensors | None]:
+        q_latent, keys = self.layer._q_latent(x), self.layer._keys(x, rows)
+        tensors = self.layer.indexer(x.detach(), q_latent.detach(), rows.positions) if runs_indexer else None
+        return q_latent, keys, tensors
+
+
+def _projected(
+    layer: SparseMLA, parameters: dict[str, Tensor], *inputs: Any
+) -> tuple[Tensor, Tensor, IndexerTensors | None]:
+    """What _Projections computes with these parameters in place of the layer's."""
+    projections = _Projections(layer)
+    of_part = {f"layer.{name}": parameter for name, parameter in parameters.items()}
+    result: tuple[Tensor, Tensor, IndexerTensors | None] = functional_call(projections, of_part, inputs)
+    return result
 
 
 class _Groups:
@@ -206,23 +232,28 @@ def parallelize(
             rows.
 
     Raises:
-        TypeError: layer is not a SparseMLA, or mesh not a DeviceMesh.
+        TypeError: layer is not a SparseMLA, or of a subclass, or its forward is replaced; mesh is not a DeviceMesh.
         ValueError: the layer is parallel already, the mesh has no such dimension, both are the same or none is named,
-            the heads cannot be divided among the ranks, a projection has an adapter, a hook or a bias, or the layers of
-            the ranks differ in options, hooks, or the shapes, dtypes and requires_grad of parameters; then all ranks
-            raise it, and their layers stay as they are. That their weights are equal is not checked.
+            the heads cannot be divided among the ranks, a projection that is divided has an adapter, a hook or a bias,
+            indexer_loss is "deferred", or the layers of the ranks differ in options, hooks, or the shapes, dtypes and
+            requires_grad of parameters; then all ranks raise it, and their layers stay as they are. That their weights
+            are equal is not checked.
     """
-    for argument, value, kind in (("layer", layer, SparseMLA), ("mesh", mesh, DeviceMesh)):
-        if not isinstance(value, kind):
-            raise TypeError(f"parallelize: {argument} must be a {kind.__name__}, got {type(value).__name__}")
     if isinstance(layer, ParallelSparseMLA):
         raise ValueError("parallelize: the layer is parallel already")
+    if type(layer) is not SparseMLA or "forward" in vars(layer):  # what it overrides would be lost
+        got = "one whose forward is replaced" if type(layer) is SparseMLA else type(layer).__name__
+        raise TypeError(f"parallelize: layer must be a SparseMLA itself, got {got}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"parallelize: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     names = mesh.mesh_dim_names or ()
     for argument, name in (("tensor", tensor), ("context", context)):
         if name is not None and name not in names:
             raise ValueError(f"parallelize: {argument} must be a dimension of the mesh, one of {names}, got {name!r}")
+    if tensor is None and context is None:
+        raise ValueError(f"parallelize: tensor or context must be a dimension of the mesh, one of {names}, got None")
     if tensor == context:
-        raise ValueError(f"parallelize: tensor and context must be two dimensions or one of them None, got {tensor!r}")
+        raise ValueError(f"parallelize: tensor and context must be two dimensions, got {tensor!r} for both")
     if order not in ("zigzag", "contiguous"):
         raise ValueError(f"parallelize: order must be 'zigzag' or 'contiguous', got {order!r}")
     groups = _Groups(

@@ -41,8 +41,8 @@ class SparseMLA(nn.Module):
 
     All but the dense phase without `cu_seqlens` run in the absorbed form, in which one latent row per token is key and
     value of all heads. In the sparse phase the first `topk` queries see no more keys than are selected, and attend to
-    all of them as in the dense phase, but not with `cu_seqlens`, `ids` or `cache`, under torch.compile, or with
-    deterministic algorithms. While the indexer learns, only their gradients are computed so.
+    all of them as in the dense phase, but not with `cu_seqlens`, `ids`, `cache` or a deferred loss, under
+    torch.compile, or with deterministic algorithms. While the indexer learns, only their gradients are computed so.
 
     The indexer's input is detached: the indexer's loss trains the indexer only, and the language-model loss trains
     everything else. Add `indexer_loss` to the loss, or call backward on both.
@@ -354,7 +354,7 @@ class SparseMLA(nn.Module):
         with torch.no_grad():
             q = absorbed_queries(heads, self._weights(kv_b)[0], self._rope(heads, rows))
         each = sequences(*tensors, q, kv.detach()[:, :, 0], lse)
-        bounds = {name: bound[0] for name, bound in rows.visible().items()}  # equal for all sequences of a batch
+        bounds = {name: bound[:1].flatten() for name, bound in rows.visible().items()}  # of all sequences of a batch
         losses = [functional.indexer_dense_loss(*one, sm_scale=self.sm_scale, **bounds) for one in each]
         return out, torch.stack(losses).mean()
 
@@ -398,12 +398,8 @@ class SparseMLA(nn.Module):
 
     def _q_latent(self, x: Tensor) -> Tensor:
         """[B, S, q_lora_rank]."""
-        latent: Tensor = self._run(self.q_a_layernorm, self._run(self.q_a_proj, x))
+        latent: Tensor = self.q_a_layernorm(self.q_a_proj(x))
         return latent
-
-    def _run(self, module: nn.Module, *inputs: Any) -> Any:
-        """What one of the layer's modules, whose parameters are those of all heads, computes for some rows."""
-        return module(*inputs)
 
     def _heads(self, q_latent: Tensor) -> Tensor:
         """Queries of all heads [B, S, H, nope_dim + rope_dim], without RoPE."""
@@ -412,8 +408,8 @@ class SparseMLA(nn.Module):
 
     def _latent_keys(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """The latent keys [B, S, kv_lora_rank] and their RoPE columns [B, S, rope_dim]."""
-        latent, k_rope = self._run(self.kv_a_proj_with_mqa, x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
-        latent = self._run(self.kv_a_layernorm, latent).to(k_rope.dtype)  # autocast computes norms in fp32
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
+        latent = self.kv_a_layernorm(latent).to(k_rope.dtype)  # autocast computes norms in fp32
         return latent, self._rotated(k_rope, rows)
 
     def _rotated(self, x: Tensor, rows: Rows) -> Tensor:

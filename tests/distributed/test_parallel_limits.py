@@ -112,14 +112,20 @@ def test_divided_weights_are_no_change(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(with_divided_weights, (str(tmp_path),), nprocs=2)
 
 
+def whole_weight(x: Tensor, group: Any) -> Tensor:
+    pending = collectives.whole_weight(x, 1, group)
+    pending.start()
+    return pending.result()
+
+
 def differentiate_twice(rank: int, ranks: int, folder: str) -> None:
     """Where a second derivative would pass through a collective, autograd raises an error."""
     with gloo_rank(rank, ranks, folder):
         group, shares = dist.group.WORLD, shares_of(4, ranks, "contiguous", torch.device("cpu"))
         own = shares.sizes[rank]
         calls: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
-            (lambda x: collectives.shared(x, group), normal(3, 4)),
-            (lambda x: collectives.whole_weight(x, 1, group).result(), normal(3, 4)),
+            (lambda x: collectives.shared([x], group)[0], normal(3, 4)),
+            (lambda x: whole_weight(x, group), normal(3, 4)),
             (lambda x: collectives.all_rows(x, shares, group).result(), normal(2, own, 3)),
             (lambda x: collectives.own_rows(x, shares, group), normal(2, 4, 3)),
             (lambda x: collectives.rows_of_all(x, shares, group), normal(2, own, 3)),

@@ -95,52 +95,52 @@ def test_like_one_rank(tensor: int, context: int, order: str, tmp_path: Path) ->
     torch.multiprocessing.spawn(run, (tensor, context, order, str(tmp_path)), nprocs=tensor * context)
 
 
-CALLS = ("start", "finish")
-
-
-def record_order(rank: int, folder: str) -> None:
+def record_order(rank: int, tensor: int, context: int, folder: str) -> None:
     """Collectives begin before what does not need them, and are waited for afterwards; in the backward pass too."""
-    with gloo_rank(rank, 2, folder):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
-        for name in ("tensor", "context"):
-            parallel = parallelize(make_layer(), mesh, **{name: "ranks"})
-            events: list[str] = []
+    with gloo_rank(rank, tensor * context, folder):
+        mesh = init_device_mesh("cpu", (context, tensor), mesh_dim_names=("cp", "tp"))
+        parallel = parallelize(make_layer(), mesh, tensor="tp", context="cp")
+        events: list[str] = []
 
-            def recorded(event: str, call: Any, events: list[str] = events) -> Any:
-                def wrapped(*args: Any) -> Any:
-                    events.append(event)
-                    return call(*args)
+        def recorded(event: str, call: Any) -> Any:
+            def wrapped(*args: Any) -> Any:
+                events.append(event)
+                return call(*args)
 
-                return wrapped
+            return wrapped
 
-            with pytest.MonkeyPatch.context() as patch:
-                for kind in (
-                    collectives._Gather,
-                    collectives._GatherWeight,
-                    collectives._ReduceScatter,
-                    collectives._ScatterWeight,
-                ):
-                    for call in CALLS:
-                        patch.setattr(kind, call, recorded(f"{kind.__name__}.{call}", getattr(kind, call)))
-                patch.setattr(parallel.indexer, "select", recorded("select", parallel.indexer.select))
-                out, loss, _ = parallel(normal(1, 8, HIDDEN)[:, : 8 if name == "tensor" else 4], seq_len=8)
-                forward = events[:]
-                events.clear()
-                (out.sum() + loss).backward()
-            keys = ["_Gather"]
-            weights = [["_GatherWeight"], ["_GatherWeight"] * 2] if name == "tensor" else [[], []]
-            starts = [f"{kind}.start" for kind in weights[0] + keys + weights[1] + keys]
-            ends = [f"{kind}.finish" for kind in weights[1] + weights[0] + keys]
-            output = ["_Gather.start", "_Gather.finish"] if name == "tensor" else []
-            # The indexer waits for its own keys only.
-            assert forward == [*starts, "_Gather.finish", "select", *ends, *output]
-            # Gradients of the latent keys and of weights are on their way while those of the queries are computed.
-            sums = ["_ScatterWeight.start"] * 3 if name == "tensor" else []
-            assert events[: len(sums) + 2] == ["_ReduceScatter.start", *sums, "_ReduceScatter.start"]
+        with pytest.MonkeyPatch.context() as patch:
+            names = {"_Gather": "rows", "_GatherWeight": "weight", "_ReduceScatter": "rows", "_ScatterWeight": "weight"}
+            for kind, name in names.items():
+                for call in ("start", "finish"):
+                    of_kind = getattr(collectives, kind)
+                    patch.setattr(of_kind, call, recorded(f"{call} {name}", getattr(of_kind, call)))
+            patch.setattr(parallel.indexer, "select", recorded("select", parallel.indexer.select))
+            patch.setattr(collectives, "_reduce", recorded("reduce", collectives._reduce))
+            out, loss, _ = parallel(normal(1, 8, HIDDEN)[:, : 8 // context], seq_len=8)
+            forward = events[:]
+            events.clear()
+            (out.sum() + loss).backward()
+        rows, weights = ["start rows", "finish rows"], 3 * (tensor > 1)
+        # The selection waits for the indexer's keys only, except that with both dimensions keys are gathered twice.
+        before = [*rows, "start rows", "start rows"] if tensor > 1 and context > 1 else ["start rows"] * 2
+        before += ["start weight"] * weights
+        before += ["finish rows", "start rows"] if tensor > 1 and context > 1 else []
+        assert forward[: len(before)] == before
+        assert forward[len(before) :] == [
+            "finish rows", "select", *["finish weight"] * weights, "finish rows", *rows * (tensor > 1),
+        ]  # fmt: skip
+        # Gradients of latent keys and of weights are sent while those of the projections are computed; weights last.
+        assert events[: 1 + weights] == ["start rows", *["start weight"] * weights]
+        if tensor > 1:
+            assert "finish weight" not in events[: events.index("finish rows") + 1]
+            assert events.count("reduce") == 1
+            assert events.index("reduce") > len(events) - 8
 
 
-def test_collectives_run_beside_the_indexer(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(record_order, (str(tmp_path),), nprocs=2)
+@pytest.mark.parametrize(("tensor", "context"), [(2, 1), (1, 2), (2, 2)])
+def test_collectives_run_beside_the_indexer(tensor: int, context: int, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(record_order, (tensor, context, str(tmp_path)), nprocs=tensor * context)
 
 
 class LowRank(nn.Module):
@@ -233,6 +233,10 @@ def test_fully_shard(checkpointed: bool, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(train_sharded, (checkpointed, str(tmp_path)), nprocs=4)
 
 
+class Doubled(SparseMLA):
+    """A layer that computes something else."""
+
+
 def test_errors() -> None:
     with pytest.raises(
         ValueError, match=r"parallelize: tensor must be a dimension of the mesh, one of \('tp',\), got 'x'"
@@ -243,13 +247,24 @@ def test_errors() -> None:
     message = r"ParallelSparseMLA: x must be \[B, 6, hidden_size\], the rows_of_rank\(6\) of this rank, got float64 \["
     with pytest.raises(ValueError, match=message):
         one_rank(lambda mesh: parallelize(make_layer(), mesh, tensor="tp")(normal(2, 5, HIDDEN), seq_len=6))
-    for names, got in (({}, "None"), ({"tensor": "tp", "context": "tp"}, "'tp'")):
-        message = f"parallelize: tensor and context must be two dimensions or one of them None, got {got}"
+    one = r"tensor or context must be a dimension of the mesh, one of \('tp',\), got None"
+    for names, expected in (
+        ({}, one),
+        ({"tensor": "tp", "context": "tp"}, "tensor and context must be two dimensions, got 'tp' for both"),
+    ):
+        message = f"parallelize: {expected}"
         with pytest.raises(ValueError, match=message):
             one_rank(lambda mesh, names=names: parallelize(make_layer(), mesh, **names))
     with pytest.raises(ValueError, match="parallelize: the layer is parallel already"):
         one_rank(lambda mesh: parallelize(parallelize(make_layer(), mesh, tensor="tp"), mesh, tensor="tp"))
-    with pytest.raises(TypeError, match="parallelize: layer must be a SparseMLA, got Linear"):
+    with pytest.raises(ValueError, match=r"parallelize: indexer_loss must be 'forward', .* got 'deferred'"):
+        one_rank(lambda mesh: parallelize(make_layer(indexer_loss="deferred"), mesh, tensor="tp"))
+    changed = make_layer()
+    changed.forward = lambda x: x  # type: ignore[assignment, method-assign]
+    for layer, got in ((Doubled(4, 2), "Doubled"), (changed, "one whose forward is replaced")):
+        with pytest.raises(TypeError, match=f"parallelize: layer must be a SparseMLA itself, got {got}"):
+            one_rank(lambda mesh, layer=layer: parallelize(layer, mesh, tensor="tp"))
+    with pytest.raises(TypeError, match="parallelize: layer must be a SparseMLA itself, got Linear"):
         one_rank(lambda mesh: parallelize(torch.nn.Linear(2, 2), mesh, tensor="tp"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="ParallelSparseMLA: a parallel layer takes no cache"):
         one_rank(lambda mesh: parallelize(make_layer(), mesh, tensor="tp").make_cache(1, 8, 2, 64))
@@ -261,7 +276,7 @@ def in_other_modes(rank: int, folder: str) -> None:
     """The ids of other queries are refused; what is cached under inference_mode serves training; copies of a layer."""
     with gloo_rank(rank, 2, folder):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        layer = parallelize(make_layer(), mesh, tensor="tp")
+        plain, layer = make_layer(), parallelize(make_layer(), mesh, tensor="tp")
         _kept_shares_of.cache_clear()
         x = normal(BATCH, 24, HIDDEN)
         with torch.inference_mode():
@@ -276,13 +291,45 @@ def in_other_modes(rank: int, folder: str) -> None:
         torch.testing.assert_close(layer(x, ids=expected.ids.clone()).out, expected.out)
         with pytest.raises(ValueError, match=r"SparseMLA: ids must be int32 \[B=2, S=12, K\]"):
             layer(x, ids=everything)
-        layer.phase = "warmup"
+        # The output is a tensor of its own, as that of one rank.
+        out = layer(x[:, :7]).out
+        assert out.is_contiguous()
+        out += x[:, :7]
+        out.sum().backward()
+        with pytest.raises(ValueError, match="heads must be a multiple of 2 ranks, got 3"):
+            parallelize(SparseMLA(HIDDEN, 3, indexer={"heads": 8, "head_dim": 64}), mesh, tensor="tp")
+        # The warm-up as DeepSeek does it: only the indexer learns.
+        for frozen in (plain, layer):
+            frozen.requires_grad_(False)
+            frozen.indexer.requires_grad_(True)
+            frozen.phase = "warmup"
+            frozen.zero_grad()
+            frozen(x.detach()).indexer_loss.backward()
+        for p, q in zip(plain.parameters(), layer.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                torch.testing.assert_close(q.grad, p.grad)
         with pytest.raises(ValueError, match="ids must be None except in the phase 'sparse'"):
             layer(x, ids=expected.ids.clone())
 
 
 def test_modes_copies_and_ids(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(in_other_modes, (str(tmp_path),), 2)
+
+
+@pytest.mark.parametrize("phase", ["sparse", "warmup", "dense"])
+@pytest.mark.parametrize(("batch", "seq"), [(0, 9), (2, 0)])
+def test_empty_inputs(phase: Any, batch: int, seq: int) -> None:
+    def call(mesh: Any) -> None:
+        layer = parallelize(make_layer(phase=phase), mesh, tensor="tp")
+        x = normal(batch, seq, HIDDEN).requires_grad_()
+        out, loss, _ = layer(x)
+        assert out.shape == x.shape
+        (out.sum() + (0 if loss is None else loss)).backward()
+        assert x.grad is not None
+        assert loss is None or loss == 0
+
+    one_rank(call)
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
