@@ -97,7 +97,7 @@ def make_step(spec: Spec, mesh: DeviceMesh) -> tuple[Callable[[], Tensor], Tenso
 
     def step() -> Tensor:
         if spec.way == "heads":
-            out, loss, _ = layer(shared(x, group))
+            out, loss, _ = layer(*shared([x], group))
             out = summed(out, group)
         else:
             out, loss, _ = layer(x, seq_len=spec.seq) if isinstance(layer, ParallelSparseMLA) else layer(x)
