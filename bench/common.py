@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ try:
 except ImportError:  # not every build of torch includes triton
     do_bench = None
 
+#: Seconds for which a graph runs before it is timed.
+WARM_UP = 0.3
 TIMER = "triton.testing.do_bench, median" if do_bench else "CUDA events, L2 flushed, median"
 
 
@@ -118,13 +121,18 @@ def measure_rotating_ms(call: Callable[[Any], object], inputs: Sequence[Any]) ->
     """Milliseconds per call in a CUDA graph of one call per input: the time of a short kernel in the middle of others.
 
     Together the inputs should be several times as large as the L2. Unlike after a flush, the L2 is not full of modified
-    data that must be written back before other data can be cached.
+    data that must be written back before other data can be cached. The graph runs for a while first: after inputs are
+    made, or after a rest, clocks and power are not yet those of a program that goes on.
     """
     call(inputs[0])
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         kept = [call(value) for value in inputs]
+    started = time.monotonic()
+    while time.monotonic() - started < WARM_UP:
+        graph.replay()
+        torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(12):

@@ -94,7 +94,8 @@ def measure_logits(spec: Spec, _times: dict[str, float]) -> Case:
     inputs = inputs_of(spec)
     check(spec, inputs[0], dsa_ext.indexer_logits_paged(**vars(inputs[0])))
     ms = measure_rotating_ms(lambda i: dsa_ext.indexer_logits_paged(**vars(i)), inputs)
-    tbps = round(spec.key_bytes() / ms / 1e9, 3)
+    logits_bytes = 4 * spec.batch * spec.queries * spec.keys
+    tbps = round((spec.key_bytes() + logits_bytes) / ms / 1e9, 3)
     return make_case(spec.name, spec.group, spec.args(), ms, peer=peer_of(spec), err={"differing": 0}, tbps=tbps)
 
 
