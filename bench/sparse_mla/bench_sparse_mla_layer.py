@@ -133,14 +133,16 @@ class OperatorTimes(TorchDispatchMode):
         self._calls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_attention = func._opname.startswith("_scaled_dot_product")
         is_operator = func.namespace == "dsa" and not func._opname.startswith("_")
-        if not is_operator and func not in MATMULS and not func._opname.startswith("_scaled_dot_product"):
+        if not is_operator and not is_attention and func not in MATMULS:
             return func(*args, **(kwargs or {}))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         result = func(*args, **(kwargs or {}))
         end.record()
-        self._calls.append(("matmul" if func in MATMULS else func._opname, begin, end))
+        name = "matmul" if func in MATMULS else "attention" if is_attention else func._opname
+        self._calls.append((name, begin, end))
         return result
 
     def times(self) -> Times:
