@@ -203,24 +203,26 @@ def test_checkpoints_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
         torch.multiprocessing.spawn(save_or_load, (ranks, False, str(tmp_path)), nprocs=ranks)
 
 
-def train_sharded(rank: int, checkpointed: bool, folder: str) -> None:
-    """Two steps with parameters sharded over data-parallel ranks, each of which is a tensor-parallel group."""
+def train_sharded(rank: int, way: str, checkpointed: bool, folder: str) -> None:
+    """Two steps with parameters sharded over data-parallel ranks, each of which is a group along `way`; with context
+    parallelism over both dimensions."""
     with gloo_rank(rank, 4, folder):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        plain, layer = make_layer(), parallelize(make_layer(), mesh, tensor="tp")
-        parallel = fully_shard(layer, mesh=mesh["dp"])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", way))
+        plain, layer = make_layer(), parallelize(make_layer(), mesh, **{way: way})
+        parallel = fully_shard(layer, mesh=mesh["dp"] if way == "tensor" else mesh["dp", way]._flatten("both"))
+        rows, factor = layer.rows_of_rank(12), 1 if way == "tensor" else 2
         optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in (plain, parallel)]
         x = normal(2, 12, HIDDEN)
         for _ in range(2):
             out, loss, _ = plain(x)
             (out.square().mean() + loss).backward()
-            own = x[mesh["dp"].get_local_rank()][None]
+            own = x[mesh["dp"].get_local_rank()][None, rows]
             if checkpointed:
                 own.requires_grad_()
                 out, loss, _ = torch.utils.checkpoint.checkpoint(parallel, own, use_reentrant=False)
             else:
                 out, loss, _ = parallel(own)
-            (out.square().mean() + loss).backward()
+            (factor * (out.square().sum() / x[0].numel() + loss)).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -229,8 +231,9 @@ def train_sharded(rank: int, checkpointed: bool, folder: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_fully_shard(checkpointed: bool, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(train_sharded, (checkpointed, str(tmp_path)), nprocs=4)
+@pytest.mark.parametrize("way", ["tensor", "context"])
+def test_fully_shard(way: str, checkpointed: bool, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(train_sharded, (way, checkpointed, str(tmp_path)), nprocs=4)
 
 
 class Doubled(SparseMLA):
@@ -311,6 +314,28 @@ def in_other_modes(rank: int, folder: str) -> None:
                 torch.testing.assert_close(q.grad, p.grad)
         with pytest.raises(ValueError, match="ids must be None except in the phase 'sparse'"):
             layer(x, ids=expected.ids.clone())
+
+
+def under_autocast(rank: int, folder: str) -> None:
+    """Weights in fp32, products in bf16: outputs and gradients like those of one rank, within the rounding of bf16."""
+    with gloo_rank(rank, 2, folder):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plain, layer = make_layer().float(), parallelize(make_layer().float(), mesh, tensor="tp")
+        x, results = normal(BATCH, 24, HIDDEN).float(), []
+        for module in (plain, layer):
+            with torch.autocast("cpu", torch.bfloat16):
+                out, loss, _ = module(x)
+            (out.float().square().sum() + loss).backward()
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            results.append([out, loss, *(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)])
+        assert len(results[0]) == 14
+        for expected, got in zip(*results, strict=True):
+            assert got.dtype == expected.dtype
+            assert (got - expected).float().norm() <= 0.03 * expected.float().norm()
+
+
+def test_autocast(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(under_autocast, (str(tmp_path),), 2)
 
 
 def test_modes_copies_and_ids(tmp_path: Path) -> None:
