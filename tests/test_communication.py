@@ -5,6 +5,7 @@ import json
 import pytest
 from conftest import ROOT
 
+from bench.distributed import communication
 from bench.distributed.communication import DIVIDED, KEYS, NVLINK, REPLICATED, collectives_ms, sent_bytes
 from dsa_ext.nn import SparseMLA
 
@@ -25,3 +26,13 @@ def test_simulated_steps(tokens: int, ranks: int) -> None:
     assert collectives_ms("tensor", tokens, ranks) == pytest.approx(counted[f"{name}_tensor"], rel=2e-3)
     keys = sent_bytes("context", tokens, ranks)[KEYS] / NVLINK / 1e6
     assert keys == pytest.approx(counted[f"{name}_context"], rel=2e-3)
+
+
+def test_figures_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = " ".join((ROOT / "docs/guide/several-gpus.md").read_text().split())
+    communication.main()
+    assert " ".join(capsys.readouterr().out.split()) in guide
+    steps = [(32768, "32768 tokens"), (131072, "131072")]
+    takes = " and ".join(f"{collectives_ms('tensor', tokens, 8):.1f} ms at {words}" for tokens, words in steps)
+    outputs = [sent_bytes("tensor", tokens, 8)[communication.OUTPUTS] / NVLINK / 1e6 for tokens, _ in steps]
+    assert f"`tensor` takes {takes}, of which {outputs[0]:.1f} and {outputs[1]:.1f} ms are" in guide

@@ -31,8 +31,6 @@ from dsa_ext.nn import SparseMLA
 
 OP = "simulated_rank"
 HEADS, SEQUENCES = 128, (32768, 131072)
-
-
 WAYS = ("tensor", "context", "heads")
 
 

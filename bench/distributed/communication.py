@@ -16,6 +16,7 @@ REPLICATED = HIDDEN * (Q_LATENT + LATENT + ROPE + INDEX_COLUMNS + INDEX_HEADS) +
 NVLINK, NETWORK = 231.0, 45.0  # GB/s
 BF16 = 2  # bytes
 KEYS = "latent keys, the indexer's keys: all-gather, all-to-all"
+OUTPUTS = "output, gradient of the input: all-gather"
 
 WHOLE = Path(__file__).parent.parent / "results" / "h200" / "distributed.json"
 
@@ -28,7 +29,7 @@ def sent_bytes(way: str, tokens: int, ranks: int) -> dict[str, float]:
         **{
             "tensor": {
                 "divided weights: all-gather, all-to-all": 2 * DIVIDED,
-                "output, gradient of the input: all-gather": 2 * tokens * HIDDEN,
+                OUTPUTS: 2 * tokens * HIDDEN,
                 "gradients of other weights: all-to-all, all-gather": 2 * REPLICATED,
             },
             "context": {"gradients of weights: all-reduce": 2 * (DIVIDED + REPLICATED)},

@@ -53,12 +53,12 @@ def all_rows(x: Tensor, shares: Shares, group: Group) -> "Pending":
 def own_rows(x: Tensor, shares: Shares, group: Group) -> Tensor:
     """This rank's rows [B, S_r, ...] of a tensor that is equal on all ranks. Its gradient has the rows of all of
     them."""
-    return x if group is None else _OwnRows.apply(x, shares, group)  # type: ignore[no-untyped-call]
+    return x if group is None else _Rows.apply(x, shares, group, False)  # type: ignore[no-untyped-call]
 
 
 def rows_of_all(x: Tensor, shares: Shares, group: Group) -> Tensor:
     """The rows of all ranks [B, S, ...], from which all of them compute the same: its gradient is that of each."""
-    return x if group is None else _RowsOfAll.apply(x, shares, group)  # type: ignore[no-untyped-call]
+    return x if group is None else _Rows.apply(x, shares, group, True)  # type: ignore[no-untyped-call]
 
 
 def whole_weight(part: Tensor, dim: int, group: Group) -> "Pending":
@@ -110,41 +110,28 @@ class _Share(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         totals = list(gradients)
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for i, gradient in enumerate(gradients):
-            if gradient is not None:
-                by_dtype.setdefault(gradient.dtype, []).append(i)
-        for places in by_dtype.values():
-            some = [gradients[i] for i in places]
-            total = _reduce(torch.cat([x.flatten() for x in some if x is not None]), ctx.group)
-            parts = total.split([x.numel() for x in some if x is not None])
-            for i, part in zip(places, parts, strict=True):
-                totals[i] = part.view(gradients[i].shape)  # type: ignore[union-attr]
+        present = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+        for dtype in dict.fromkeys(gradient.dtype for gradient in present.values()):  # in the same order on all ranks
+            some = {i: gradient for i, gradient in present.items() if gradient.dtype == dtype}
+            total = _reduce(torch.cat([gradient.flatten() for gradient in some.values()]), ctx.group)
+            parts = total.split([gradient.numel() for gradient in some.values()])
+            for (i, gradient), part in zip(some.items(), parts, strict=True):
+                totals[i] = part.view(gradient.shape)
         return None, *totals
 
 
-class _OwnRows(torch.autograd.Function):
+class _Rows(torch.autograd.Function):
+    """This rank's rows of all, or the rows of all from those of each rank; in the backward pass the other way round."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shares: Shares, group: Group) -> Tensor:
-        ctx.shares, ctx.group = shares, group
-        return _own(x, shares, group)
+    def forward(ctx: Any, x: Tensor, shares: Shares, group: Group, to_all: bool) -> Tensor:
+        ctx.shares, ctx.group, ctx.to_all = shares, group, to_all
+        return (_gathered if to_all else _own)(x, shares, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(dout, ctx.shares, ctx.group), None, None
-
-
-class _RowsOfAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shares: Shares, group: Group) -> Tensor:
-        ctx.shares, ctx.group = shares, group
-        return _gathered(x, shares, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-        return _own(dout, ctx.shares, ctx.group), None, None
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
+        return (_own if ctx.to_all else _gathered)(dout, ctx.shares, ctx.group), None, None, None
 
 
 def _own(x: Tensor, shares: Shares, group: Group) -> Tensor:

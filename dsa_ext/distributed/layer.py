@@ -89,21 +89,19 @@ class ParallelSparseMLA(SparseMLA):
         among = shares_of(len(held), size_of(self._tp), "zigzag", x.device)
         own = among.rows(rank_in(self._tp))
         whole = self._rows(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
-        here, queries = whole.at(held, x.shape[0]), whole.at(held[own], x.shape[0])
+        queries = whole.at(held[own], x.shape[0])
         if ids is not None:
             self._check_ids(ids, x[:, : len(own)])  # of this rank's queries
 
-        names = [name for name, _ in self.named_parameters() if name.removesuffix(".weight") not in _DIVIDED]
-        parameters = dict(zip(names, shared([self.get_parameter(name) for name in names], self._tp), strict=True))
+        called = {n: p for n, p in self.named_parameters() if n.removesuffix(".weight") not in _DIVIDED}
+        parameters = dict(zip(called, shared(list(called.values()), self._tp), strict=True))
         own_x = own_rows(x, among, self._tp)
         # Created first, so that their gradients are waited for last.
-        weights = q_b, kv_b, out_weight = [
-            whole_weight(_local(getattr(self, name).weight), dim, self._tp) for name, dim in _DIVIDED.items()
-        ]
+        weights = q_b, kv_b, out_weight = [self._whole_weight(name) for name in _DIVIDED]
         runs_indexer = self.phase != "dense" and ids is None
         q_latent, own_keys, tensors = _projected(self, parameters, own_x, queries, runs_indexer)
         if self.phase == "dense" and whole.bounds is None and self._cp is None:
-            return SparseMLAOutput(self._by_heads(q_latent, own_keys, among, here), None, None)
+            return SparseMLAOutput(self._by_heads(q_latent, own_keys, among, whole), None, None)
         index_keys = None if tensors is None else self._of_all(tensors.k, among, context)
         keys = all_rows(own_keys, among, self._tp)
         for weight in weights:
@@ -147,8 +145,11 @@ class ParallelSparseMLA(SparseMLA):
         gathered = all_rows(x, among, self._tp)
         return gathered if self._cp is None else all_rows(gathered.result(), context, self._cp)
 
+    def _whole_weight(self, name: str) -> Pending:
+        return whole_weight(_local(getattr(self, name).weight), _DIVIDED[name], self._tp)
+
     def _gathered_weight(self, name: str) -> Tensor:
-        weight = whole_weight(_local(getattr(self, name).weight), _DIVIDED[name], self._tp)
+        weight = self._whole_weight(name)
         weight.start()
         return weight.result()
 

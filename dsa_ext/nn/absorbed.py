@@ -18,8 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from dsa_ext import functional
-from dsa_ext.nn.absorption import Absorption, Queries, all_queries, parts_of
-from dsa_ext.nn.absorption import Rope as Rope
+from dsa_ext.nn.absorption import Absorption, Queries, Rope, all_queries, parts_of
 from dsa_ext.nn.heads import multiply, multiply_heads, weight_gradient
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
 from dsa_ext.nn.rotary import rotated

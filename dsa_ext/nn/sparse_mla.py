@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.nn.absorbed import Absorbed, Rope, absorbed_attention, absorbed_queries
-from dsa_ext.nn.absorption import all_keys
+from dsa_ext.nn.absorbed import Absorbed, absorbed_attention, absorbed_queries
+from dsa_ext.nn.absorption import Rope, all_keys
 from dsa_ext.nn.dense import attention_of_heads
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences

@@ -16,7 +16,8 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttent
 
 from dsa_ext import functional
 from dsa_ext.integrations.transformers.masks import NAME, bounds_of
-from dsa_ext.nn.absorbed import Rope, absorbed_attention
+from dsa_ext.nn.absorbed import absorbed_attention
+from dsa_ext.nn.absorption import Rope
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 from dsa_ext.nn.projections import has_bias, plain_weight, weight_of
 from dsa_ext.nn.rotary import rotated
