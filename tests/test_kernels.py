@@ -33,6 +33,7 @@ SOURCES = [
     "sparse_mla_fwd/launch",
     "sparse_mla_fwd/launch_paged",
     "sparse_mla_bwd/launch",
+    "sparse_mla_bwd/sort_lists",
     "merged_lists/launch",
     "attn_dist/launch",
     "sparse_mla_decode/launch_wide",
@@ -113,6 +114,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             (*MLA, "REDG"),
             bwd_others,
         ),
+        # One instance per number of slots: 512 to 8192.
+        "sparse_mla_bwd/sort_lists": Kernels("sort_lists_kernel", 5, 256, ("BAR.RED.AND", "STS.U16")),
         # One instance per number of queries.
         "merged_lists/launch": Kernels(
             "merge_lists_kernelILi", 3, 256, ("ATOMS", "POPC"), ("find_unfit_keys_kernel", "list_items_kernel")

@@ -10,6 +10,7 @@
 #include "ops/sparse_mla/inputs.h"
 #include "ops/sparse_mla/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla/sparse_mla_bwd/params.h"
+#include "ops/sparse_mla/sparse_mla_bwd/sort_lists.h"
 #include "torch/abi.h"
 
 namespace dsa::sparse_mla_bwd {
@@ -17,10 +18,22 @@ namespace {
 
 using namespace dsa::sparse_mla;
 
-// Bytes of fp32 sums above which waves of CTAs wait for earlier ones, so that the sums in use stay in L2; and above
-// which sums often come from HBM even so, and are prefetched.
+// Bytes of fp32 sums above which lists are sorted and waves of CTAs wait for earlier ones, so that the sums in use stay
+// in L2; and above which sums often come from HBM even so, and are prefetched.
 constexpr int64_t kKeepApart = 32 << 20, kPrefetch = 192 << 20;
 constexpr char kOp[] = "dsa::sparse_mla_bwd";
+
+// Replaces the lists by ascending ones, in the tensor that it returns.
+Tensor sort_lists_of(Params& p, const DeviceCall& call) {
+  Tensor sorted = empty({p.batch, p.seq_q, p.groups, p.topk}, ScalarType::Int, call.index);
+  auto* const lists = static_cast<int*>(sorted.data_ptr());
+  call.check(sort_lists(p, lists, call.stream()));
+  p.indices = lists;
+  p.indices_stride_b = sorted.stride(0);
+  p.indices_stride_s = sorted.stride(1);
+  p.indices_stride_g = sorted.stride(2);
+  return sorted;
+}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q, Tensor kv, Tensor out, Tensor lse,
                                                           Tensor indices, std::optional<double> sm_scale, int64_t d_v,
@@ -131,6 +144,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
     }
   }
 
+  // The main kernel writes sums of P in the order of the lists that it reads.
+  std::optional<Tensor> sorted;
+  if (params.finished != nullptr && params.dist == nullptr && queries > 0 && params.topk <= kMaxSortedSlots) {
+    sorted = sort_lists_of(params, call);
+  }
   call.check(launch(params, call.stream()));
   return {dq, dkv_buffers.front(), d_sink, dist};
 }
