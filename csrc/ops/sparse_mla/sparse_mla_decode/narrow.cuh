@@ -8,10 +8,16 @@
 //                     probs_read of tile j-2         P^T, once for each group of columns          probs_written
 //                                                    after the last tile: lse, factor of O        finished
 //   value 0 (front)   probs_written                  O[:, 0:256) = O * rescale + P V              probs_read
-//                                                    unpacks columns [0, 256) of tile j+2         full_front[j+2]
+//                                                    unpacks columns [0, 256) of tile j+2, loads  full_front[j+2]
+//                                                    each key of tile j+3 to the registers of
+//                                                    one that is unpacked
 //   value 1 (back)    probs_written                  O[:, 256:512) = O * rescale + P V            probs_read
-//                                                    unpacks the other columns of tile j+2        full_back[j+2]
+//                                                    the same of the other columns; the tail of   full_back[j+2]
+//                                                    tile j+2 is copied, which arrives by itself
 //   value 0, 1        finished                       scale and store O
+//
+// Unpacking overlaps with the products of values, whose end it does not await: only stores to the tile do. With 16
+// heads it begins when these products have been started, with 32 heads between them: there they take longer.
 //
 // P is double-buffered, so that the scores of a tile need not wait for the values of the one before.
 //
@@ -84,6 +90,7 @@ __device__ __forceinline__ void multiply_keys(NarrowStorage<kColumns, kHeads>& s
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     wait(half == 0 ? &shared.full_front[slot] : &shared.full_back[slot], parity);
+    fence_async_proxy();
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kGroupSteps; ++k) {
@@ -99,7 +106,7 @@ __device__ __forceinline__ void multiply_keys(NarrowStorage<kColumns, kHeads>& s
 }
 
 // Brings keys into L2, some tiles before they are loaded: the loads of a tile, of 42 KB, do not start before the former
-// tile is stored. With 16 heads this gains nothing.
+// tile is unpacked. With 16 heads this gains nothing.
 template <int kColumns, int kHeads>
 struct Prefetcher {
   static constexpr bool kIsUsed = kHeads == 32;
@@ -281,8 +288,10 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
   constexpr int kRows = kValueColumns / 2;  // of O^T, columns of O
   constexpr int kChunks = kRows / kChunkColumns, kGroups = kScaleGroups / 2;
   using Feeder = NarrowFeeder<kColumns, kHeads, kBack>;
-  // As many as there are registers for.
-  constexpr int kEarlyChunks = (kHeads == 16 ? kChunks : kChunks / 2) - (Feeder::kTailLoads > 0);
+  // Chunks of each key that are unpacked before the products are awaited, as many as there are registers for; and keys
+  // of which this happens between the products.
+  constexpr int kEarlyChunks = kHeads == 16 ? kChunks : kChunks / 2;
+  constexpr int kKeysBetween = kHeads == 16 ? 0 : 1;
   constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier;
 
   NarrowValueMma<kHeads> mma;
@@ -314,10 +323,17 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
       if (__any_sync(~0u, rescale[unsigned(thread_index()) % kHeads] != kExponentOfOne)) {
         scale_heads([&](int h) { return power_of_two(rescale[h]); });
       }
+      // The tile that will replace this one. Keys are unpacked between the products without a branch: at the end of all
+      // items for nothing. Pieces of the others are undefined there.
+      const bool has_keys = feeder.has_keys;
+      uint4 pieces[Feeder::kKeys][kChunks][2];
+#pragma unroll
+      for (int r = kKeysBetween; r < Feeder::kKeys; ++r) feeder.template leave_undefined<0, kEarlyChunks>(r, pieces);
       warpgroup_fence_operand(r_o);
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < kTileRows / kStepColumns; ++k) {
+        if (0 < k && k <= kEarlyChunks && kKeysBetween > 0) feeder.unpack_chunk(0, k - 1, pieces);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           const int group = (kBack ? kGroups : 0) + chunk / (kChunks / kGroups);
@@ -329,24 +345,28 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-      // Meanwhile, the tile that will replace this one. Without one the pieces are zero, so that they occupy no
-      // registers before.
-      uint4 pieces[Feeder::kKeys][kChunks][2];
-      if (feeder.has_keys) {
-        feeder.template unpack_keys<0, kEarlyChunks>(pieces);
-      } else {
-        feeder.template clear<0, kEarlyChunks>(pieces);
+      // P tells that the scores are done: nobody reads the tail and the factors any more. Chunks that are unpacked make
+      // room for those of the next tile.
+      if (has_keys) {
+        feeder.copy_tail(at.slot);
+        feeder.store_factors(at.slot);
+        feeder.find_keys();
+#pragma unroll
+        for (int r = 0; r < Feeder::kKeys; ++r) {
+          if (r >= kKeysBetween) feeder.template unpack_key<0, kEarlyChunks>(r, pieces);
+          if (feeder.has_keys) feeder.template load_key<0, kEarlyChunks>(r);
+        }
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
       arrive(&shared.probs_read[probs_at.slot]);
-      if (feeder.has_keys) {
+      if (has_keys) {
         sync_warpgroup<kBarrier>();
         feeder.template store_keys<0, kEarlyChunks>(at.slot, pieces);
         feeder.template unpack_keys<kEarlyChunks, kChunks>(pieces);
         feeder.template store_keys<kEarlyChunks, kChunks>(at.slot, pieces);
-        feeder.finish_tile(at.slot);
-        feeder.load_keys();
+        feeder.signal(at.slot);
+        if (kEarlyChunks < kChunks) feeder.template load_keys<kEarlyChunks, kChunks>();
       }
       at.advance();
       probs_at.advance();
@@ -369,7 +389,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kNarrowStages; ++i) {
       barrier_init(&shared.full_front[i], kWarpgroupThreads);
-      barrier_init(&shared.full_back[i], kWarpgroupThreads);
+      barrier_init(&shared.full_back[i], kColumns > kPackedColumns ? 2 * kWarpgroupThreads : kWarpgroupThreads);
     }
     for (int i = 0; i < kProbsStages; ++i) {
       barrier_init(&shared.probs_written[i], kWarpgroupThreads);

@@ -1,5 +1,6 @@
 // How keys get into tiles, in the kernel of few heads: a value warpgroup loads its half of the columns of packed keys
-// to registers, one tile ahead, and stores them as bf16.
+// to registers, one tile ahead, and stores them as bf16. The tail needs no conversion: the back half has it copied to
+// the tile, as soon as the scores of the tile before it in the slot are done.
 //
 // A thread has two keys of a tile, 32 rows apart, which it shares with three neighbors. Each loads 16 bytes of every
 // 64: these become two pieces of a row of a chunk. Eight lanes in a row store pieces of two rows, one odd and one even:
@@ -21,8 +22,8 @@ struct NarrowFeeder {
   static constexpr int kChunks = kValueChunks / 2, kGroups = kScaleGroups / 2;  // of a half
   static constexpr int kGroupChunks = kChunks / kGroups;
   static constexpr int kLanesPerKey = 4, kLoadBytes = 16 * kLanesPerKey;
-  static constexpr int kTailLoads = kBack ? (kColumns - kPackedColumns) * 2 / kLoadBytes : 0;  // of a key
-  static_assert(kChunkColumns == kLoadBytes && kTailLoads % 2 == 0);
+  static constexpr int kTailCopies = kBack ? (kColumns - kPackedColumns) * 2 / kLoadBytes : 0;  // of a key
+  static_assert(kChunkColumns == kLoadBytes && kTailCopies % 2 == 0);
 
   NarrowStorage<kColumns, kHeads>& shared;
   const KernelParams& p;
@@ -36,8 +37,9 @@ struct NarrowFeeder {
   // The tile in registers.
   bool has_keys;
   unsigned visible;  // bit r: the r-th row is a key
+  const char* g_keys[kKeys];
   float2 scales[kKeys];
-  uint4 packed[kKeys][kChunks], tail[kKeys][kTailLoads > 0 ? kTailLoads : 1];
+  uint4 packed[kKeys][kChunks];
 
   __device__ __forceinline__ NarrowFeeder(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p)
       : shared(shared), p(p) {}
@@ -68,12 +70,11 @@ struct NarrowFeeder {
     --tiles_left;
   }
 
-  // Starts to load the keys of `ids`, and the ids after them.
-  __device__ __forceinline__ void load_keys() {
+  // Finds the keys of `ids`.
+  __device__ __forceinline__ void find_keys() {
     has_keys = has_ids;
     if (!has_ids) return;
     visible = 0;
-    const char* g_keys[kKeys];
 #pragma unroll
     for (int r = 0; r < kKeys; ++r) {
       const bool is_key = static_cast<unsigned>(ids[r]) < static_cast<unsigned>(p.slots);
@@ -81,44 +82,71 @@ struct NarrowFeeder {
       g_keys[r] = is_key ? p.key(ids[r]) : reinterpret_cast<const char*>(g_zeros);
     }
     hold(g_keys[0], g_keys[1]);
-    const int first = lane_of_key() * 16;
-#pragma unroll
-    for (int r = 0; r < kKeys; ++r) {
-      scales[r] = __ldg(reinterpret_cast<const float2*>(g_keys[r] + kPackedColumns + kBack * kGroups * 4));
-      const char* g_columns = g_keys[r] + first;
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        packed[r][chunk] = load_once(g_columns + (kBack * kChunks + chunk) * kLoadBytes);
-      }
-#pragma unroll
-      for (int i = 0; i < kTailLoads; ++i) {
-        tail[r][i] = load_once(g_keys[r] + kPackedColumns + kScaleBytes + tail_piece(i) * 16);
-      }
-    }
-    load_ids();
   }
 
-  // Unpacks chunks [kFirst, kEnd) of the half: to `pieces` of eight columns.
+  // Starts to load chunks [kFirst, kEnd) of the r-th; with the last one its scales, and after those of the last key the
+  // next ids.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void load_key(int r) {
+    if (kEnd == kChunks) {
+      scales[r] = __ldg(reinterpret_cast<const float2*>(g_keys[r] + kPackedColumns + kBack * kGroups * 4));
+    }
+    const char* g_columns = g_keys[r] + lane_of_key() * 16;
+#pragma unroll
+    for (int chunk = kFirst; chunk < kEnd; ++chunk) {
+      packed[r][chunk] = load_once(g_columns + (kBack * kChunks + chunk) * kLoadBytes);
+    }
+    if (kEnd == kChunks && r == kKeys - 1) load_ids();
+  }
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void load_keys() {
+    if (!has_keys) return;
+#pragma unroll
+    for (int r = 0; r < kKeys; ++r) load_key<kFirst, kEnd>(r);
+  }
+
+  // Starts to copy the tails of these keys to a tile; completion counts as another arrival at full_back.
+  __device__ __forceinline__ void copy_tail(int slot) const {
+    if constexpr (kTailCopies == 0) return;
+    const uint32_t s_tail = shared_address(shared.tiles[slot]) + kValueChunks * kChunkBytes;
+#pragma unroll
+    for (int r = 0; r < kKeys; ++r) {
+#pragma unroll
+      for (int i = 0; i < kTailCopies; ++i) {
+        const int piece = tail_piece(i);
+        copy_16_bytes(s_tail + i / 2 * kChunkBytes + swizzled_offset(row() + r * kKeyStep, piece % 8),
+                      g_keys[r] + kPackedColumns + kScaleBytes + piece * 16, 16);
+      }
+    }
+    arrive_after_copies(&shared.full_back[slot]);
+  }
+
+  // Unpacks a chunk of the half: to `pieces` of eight columns.
+  __device__ __forceinline__ void unpack_chunk(int r, int chunk, uint4 (&pieces)[kKeys][kChunks][2]) const {
+    const uint32_t power = SplitScale(chunk < kGroupChunks ? scales[r].x : scales[r].y).power;
+    const uint4& from = packed[r][chunk];
+    pieces[r][chunk][0] = unpack_piece(from.x, from.y, power);
+    pieces[r][chunk][1] = unpack_piece(from.z, from.w, power);
+  }
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void unpack_key(int r, uint4 (&pieces)[kKeys][kChunks][2]) const {
+#pragma unroll
+    for (int chunk = kFirst; chunk < kEnd; ++chunk) unpack_chunk(r, chunk, pieces);
+  }
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void unpack_keys(uint4 (&pieces)[kKeys][kChunks][2]) const {
 #pragma unroll
-    for (int r = 0; r < kKeys; ++r) {
-      const uint32_t powers[kGroups] = {SplitScale(scales[r].x).power, SplitScale(scales[r].y).power};
-#pragma unroll
-      for (int chunk = kFirst; chunk < kEnd; ++chunk) {
-        const uint4& from = packed[r][chunk];
-        pieces[r][chunk][0] = unpack_piece(from.x, from.y, powers[chunk / kGroupChunks]);
-        pieces[r][chunk][1] = unpack_piece(from.z, from.w, powers[chunk / kGroupChunks]);
-      }
-    }
+    for (int r = 0; r < kKeys; ++r) unpack_key<kFirst, kEnd>(r, pieces);
   }
 
+  // For pieces that are unpacked only if there is a tile.
   template <int kFirst, int kEnd>
-  static __device__ __forceinline__ void clear(uint4 (&pieces)[kKeys][kChunks][2]) {
+  static __device__ __forceinline__ void leave_undefined(int r, uint4 (&pieces)[kKeys][kChunks][2]) {
 #pragma unroll
-    for (int r = 0; r < kKeys; ++r) {
-#pragma unroll
-      for (int chunk = kFirst; chunk < kEnd; ++chunk) pieces[r][chunk][0] = pieces[r][chunk][1] = {};
+    for (int i = kFirst * 2; i < kEnd * 2; ++i) {
+      uint4& piece = pieces[r][i / 2][i % 2];
+      sm90::leave_undefined(piece.x), sm90::leave_undefined(piece.y);
+      sm90::leave_undefined(piece.z), sm90::leave_undefined(piece.w);
     }
   }
 
@@ -138,47 +166,49 @@ struct NarrowFeeder {
     }
   }
 
-  // The rest of a tile: the tail, the factors of the scales, and which rows are keys. Then the half is full.
-  __device__ __forceinline__ void finish_tile(int slot) const {
+  // Stores the factors of the scales, and which rows are keys.
+  __device__ __forceinline__ void store_factors(int slot) const {
+    if (lane_of_key() > 0) return;
 #pragma unroll
     for (int r = 0; r < kKeys; ++r) {
-      const uint32_t s_tail = shared_address(shared.tiles[slot]) + kValueChunks * kChunkBytes;
-#pragma unroll
-      for (int i = 0; i < kTailLoads; ++i) {
-        store_shared(s_tail + i / 2 * kChunkBytes + swizzled_offset(row() + r * kKeyStep, tail_piece(i) % 8),
-                     tail[r][i]);
-      }
-      if (lane_of_key() == 0) {
-        const int key = row() + r * kKeyStep;
-        shared.factors[slot][kBack * kGroups][key] = SplitScale(scales[r].x).factor;
-        shared.factors[slot][kBack * kGroups + 1][key] = SplitScale(scales[r].y).factor;
-        if (!kBack) shared.visible[slot][key] = visible >> r & 1;
-      }
+      const int key = row() + r * kKeyStep;
+      shared.factors[slot][kBack * kGroups][key] = SplitScale(scales[r].x).factor;
+      shared.factors[slot][kBack * kGroups + 1][key] = SplitScale(scales[r].y).factor;
+      if (!kBack) shared.visible[slot][key] = visible >> r & 1;
     }
-    fence_async_proxy();
+  }
+
+  // The half is full. The fence before products is the reader's, which has no loads under way.
+  __device__ __forceinline__ void signal(int slot) const {
     arrive(kBack ? &shared.full_back[slot] : &shared.full_front[slot]);
   }
 
   __device__ __forceinline__ void fill(int slot) const {
     uint4 pieces[kKeys][kChunks][2];
     static_assert(kChunks == 4);
+    store_factors(slot);
     unpack_keys<0, 1>(pieces), store_keys<0, 1>(slot, pieces);
     unpack_keys<1, 2>(pieces), store_keys<1, 2>(slot, pieces);
     unpack_keys<2, 3>(pieces), store_keys<2, 3>(slot, pieces);
     unpack_keys<3, 4>(pieces), store_keys<3, 4>(slot, pieces);
-    finish_tile(slot);
+    signal(slot);
   }
   // The first tiles of the CTA; the loads of both travel together.
   __device__ __forceinline__ void fill_stages() {
     static_assert(kNarrowStages == 2);
     load_ids();
-    load_keys();
+    find_keys();
+    copy_tail(0);
+    load_keys<0, kChunks>();
     const NarrowFeeder first = *this;
-    load_keys();
+    find_keys();
+    if (has_keys) copy_tail(1);
+    load_keys<0, kChunks>();
     first.fill(0);
     if (!has_keys) return;
     fill(1);
-    load_keys();
+    find_keys();
+    load_keys<0, kChunks>();
   }
 };
 
