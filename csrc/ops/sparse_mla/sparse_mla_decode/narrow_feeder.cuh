@@ -74,12 +74,15 @@ struct NarrowFeeder {
   __device__ __forceinline__ void find_keys() {
     has_keys = has_ids;
     if (!has_ids) return;
+    // Addresses of all ids, so that there is no branch.
+    g_keys[0] = p.key(ids[0]), g_keys[1] = p.key(ids[1]);
+    hold(g_keys[0], g_keys[1]);
     visible = 0;
 #pragma unroll
     for (int r = 0; r < kKeys; ++r) {
       const bool is_key = static_cast<unsigned>(ids[r]) < static_cast<unsigned>(p.slots);
       visible |= is_key << r;
-      g_keys[r] = is_key ? p.key(ids[r]) : reinterpret_cast<const char*>(g_zeros);
+      if (!is_key) g_keys[r] = reinterpret_cast<const char*>(g_zeros);
     }
     hold(g_keys[0], g_keys[1]);
   }
