@@ -71,6 +71,14 @@ constexpr int64_t queries_at_once(int64_t items_of_query, int topk, int d_qk, in
   return std::max<int64_t>(1, (items - (items > num_sms ? items % num_sms : 0)) / items_of_query);
 }
 
+// Queries per launch of pairs, but for the last one, which takes up to twice as many: they fill whole waves, and their
+// dS takes about kRowBytes at most.
+constexpr int64_t pair_queries_at_once(int groups, int topk, int num_sms) {
+  const int64_t tiles = (topk + kBlockK - 1) / kBlockK, pairs = num_sms / 2;
+  const int64_t items = kRowBytes / (tiles * 2 * kBlockHeads * kBlockK * 2);
+  return std::max<int64_t>(1, (items - (items > pairs ? items % pairs : 0)) / groups);
+}
+
 constexpr bool has_tail(const Config& c) { return c.d_qk > c.d_v; }
 
 constexpr bool all_fit() {

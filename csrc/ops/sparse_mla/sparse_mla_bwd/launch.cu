@@ -3,38 +3,15 @@
 
 #include "finish.cuh"
 #include "kernel.cuh"
+#include "launches.h"
 #include "params.h"
 #include "sm90/launch.h"
-#include "sm90/tensor_map.h"
 #include "tiles/visibility.cuh"
 
 namespace dsa::sparse_mla_bwd {
 namespace {
 
 unsigned blocks_of(int64_t items, int per_block) { return unsigned((items + per_block - 1) / per_block); }
-
-// Tensor maps of q, dout and dq with boxes of `heads` heads of some positions.
-template <class Maps>
-const char* encode_maps(Maps& maps, const Params& p, int heads, int positions) {
-  const int group_heads = p.heads / p.groups;
-  const auto contiguous = [&](void* data, int columns) {
-    const int64_t row = int64_t(p.heads) * columns;
-    return HeadTensor{data,    columns,      group_heads, p.groups,
-                      p.seq_q, p.batch,      columns,     int64_t(group_heads) * columns,
-                      row,     p.seq_q * row};
-  };
-  const HeadBox box{.heads = heads, .positions = positions};
-  if (!encode_head_tensor(&maps.q,
-                          {p.q, p.d_qk, group_heads, p.groups, p.seq_q, p.batch, p.q_stride_h,
-                           group_heads * p.q_stride_h, p.q_stride_s, p.q_stride_b},
-                          box)) {
-    return "no tensor map for q";
-  }
-  if (!encode_head_tensor(&maps.dout, contiguous(const_cast<void*>(p.dout), p.d_v), box)) {
-    return "no tensor map for dout";
-  }
-  return encode_head_tensor(&maps.dq, contiguous(p.dq, p.d_qk), box) ? nullptr : "no tensor map for dq";
-}
 
 template <int kConfig, bool kDeterministic>
 const char* launch_config(const Params& p, int64_t ctas, cudaStream_t stream) {
@@ -97,14 +74,9 @@ __global__ void __launch_bounds__(kSlotThreads) list_slots_kernel(const __grid_c
   p.dkv.slot_rows[0][i] = unsigned(row) * blocks * p.topk + slot;
 }
 
-const char* clear_finished(const Params& p, cudaStream_t stream) {
-  if (p.finished == nullptr) return nullptr;
-  const cudaError_t cleared = cudaMemsetAsync(p.finished, 0, sizeof(int), stream);
-  return cleared == cudaSuccess ? nullptr : cudaGetErrorString(cleared);
-}
-
 // All queries, in one launch, add to fp32 sums of dkv.
 const char* launch_adding(Params p, int64_t queries, cudaStream_t stream) {
+  if (p.pairs && queries > 0) return launch_pairs(p, queries, stream);
   const char* error = clear_finished(p, stream);
   if (error != nullptr || queries == 0) return error;
   return launch_queries<false>(p, 0, queries, stream);

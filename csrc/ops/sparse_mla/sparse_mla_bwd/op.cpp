@@ -91,13 +91,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
     const int64_t room = queries_at_once(items_of_query, params.topk, params.d_qk, params.num_sms);
     params.queries_at_once = std::min(queries, room);
   }
+  params.pairs = !deterministic && !return_dist && queries > 0 && heads / groups > kBlockHeads;
+  if (params.pairs) {
+    params.queries_at_once = std::min(queries, pair_queries_at_once(params.groups, params.topk, params.num_sms));
+  }
+  const int64_t tiles_of_pairs =
+      params.pairs ? std::min(queries, 2 * params.queries_at_once) * groups * ((params.topk + kBlockK - 1) / kBlockK) : 0;
+  Tensor dscores = empty({tiles_of_pairs, 2 * kBlockHeads, kBlockK}, ScalarType::BFloat16, call.index);
+  params.dscores = dscores.data_ptr();
   const auto parts_of = [&](int64_t queries_of_launch) {
     const int64_t items = queries_of_launch * items_of_query;
     const Plan plan = plan_items(items, params.topk, params.num_sms);
     return (items - plan.whole) * plan.parts;
   };
   const int64_t last_queries = queries > 0 ? queries % params.queries_at_once : 0;
-  int64_t parts = std::max(parts_of(params.queries_at_once), parts_of(last_queries));
+  int64_t parts = params.pairs ? 0 : std::max(parts_of(params.queries_at_once), parts_of(last_queries));
   std::optional<Tensor> lists;
   params.merged = !deterministic && heads > 0 &&
                   merged_lists::are_merged(params.heads / params.groups, batch, seq_q, groups, params.topk, seq_kv);

@@ -16,6 +16,7 @@ struct Params : sparse_mla::Problem {
   const float* dlse;  // like lse, or null
   void* dq;           // bf16 [batch, seq_q, heads, d_qk], contiguous
   float* d_sink;      // [heads] with a sink, else null
+  void* dscores;      // bf16 [items, tiles, 2, 64 heads, 64 keys] of pairs, swizzled
   float* dq_parts;    // fp32 [items beyond whole_items, parts, kBlockHeads, d_qk]
   float* sink_terms;  // like lse with a sink, else null: each row's term of d_sink
   float* dist;        // [head blocks, batch, seq_q, groups, topk], zero: P summed over the heads of a block; or null
@@ -28,6 +29,7 @@ struct Params : sparse_mla::Problem {
   int first_item;
   int whole_items, parts;  // from plan_items; with merged lists the device makes the plan
   bool deterministic;
+  bool pairs;          // of CTAs: more than kBlockHeads heads a group
   bool prefetch_sums;  // of the next tile, if L2 holds few of them
   bool spread;         // queries start at different tiles
 

@@ -127,14 +127,23 @@ struct Item {
   int first_slot, slots, tiles;  // of this part; tiles >= 1
   int64_t dq_part;
   int64_t first_row_of_dkv;  // of first_slot, among the rows of dkv
+  int64_t first_dscores;     // of first_slot, among the tiles of dS of pairs
 
-  __device__ __forceinline__ Item(const Params& p, int block) {
-    const Share share(block, p.whole_items, p.parts);
+  __device__ __forceinline__ Item(const Params& p, int block)
+      : Item(p, Share(block, p.whole_items, p.parts), head_blocks(p.heads, p.groups), -1) {}
+  // Of a pair of CTAs: items are then both blocks of a query's group.
+  static __device__ __forceinline__ Item of_pair(const Params& p, int pair, int rank) {
+    return Item(p, Share(pair, p.whole_items, p.parts), 1, rank);
+  }
+  static __device__ __forceinline__ Item of_query(const Params& p, int index, int block) {
+    return Item(p, Share(index, index + 1, 1), 1, block);
+  }
+
+  __device__ __forceinline__ Item(const Params& p, const Share& share, int blocks, int block) {
     dq_part = share.dq_part;
     first_row_of_dkv = int64_t{share.item} * p.topk;
     int index = share.item + p.first_item;
-    const int blocks = head_blocks(p.heads, p.groups);
-    head_block = index % blocks;
+    head_block = block < 0 ? index % blocks : block;
     index /= blocks;
     group = index % p.groups;
     index /= p.groups;
@@ -144,6 +153,7 @@ struct Item {
     const SlotRange range(used_slots(p, b, s), ids, share);
     first_slot = range.first, slots = range.slots, tiles = range.tiles;
     first_row_of_dkv += first_slot;
+    first_dscores = int64_t{share.item} * ((p.topk + kBlockK - 1) / kBlockK) + first_slot / kBlockK;
   }
 
   __device__ __forceinline__ ItemPlace place(const Params& p) const {

@@ -1,0 +1,434 @@
+// Sparse MLA backward of more than 64 heads: a pair of CTAs (a cluster of 2) takes a query's group, over all its keys
+// or a part of them (split items). Each scores one block of 64 heads and adds half of the columns of dkv, of all heads:
+// half as many additions as with a CTA for each block. For that the CTAs send each other P and dS, which are small.
+// There is no room to accumulate dQ beside; dS is stored, and dq_kernel (pairs_dq.cuh) multiplies it by the keys.
+//
+// Warp specialization: four warpgroups. Who does what, for tile j of 64 keys:
+//
+//   role        warpgroup  registers  does                                    waits on               signals
+//   score       0          224        S = Q K^T, dP = dO V^T; P, dS           ring_full              ring_free
+//                                     stores and sends them                   probs_free of j-1      probs_full of both
+//   gradients   1, 2       112        its columns of dkv = P^T dO + dS^T Q    probs_full             probs_free of both
+//   gather      3          56         keys, in parts of three chunks          ring_free              ring_full
+//
+// Shared memory holds Q and dO of all heads for this CTA's half of the columns, and the tail of Q. The other half of
+// the columns of the CTA's own block, which only S and dP need, are in the score warpgroup's registers.
+#pragma once
+
+#include <cutlass/cutlass.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "score.cuh"
+#include "sm90/cluster.cuh"
+
+namespace dsa::sparse_mla_bwd {
+
+inline constexpr int kPairHeads = 2 * kBlockHeads;
+inline constexpr int kPairThreads = 4 * kWarpgroupThreads;
+inline constexpr int kPartChunks = 2, kRingSlots = 3;  // of the ring of keys
+inline constexpr int kBlockChunk = kBlockHeads * kChunkColumns, kPairChunk = 2 * kBlockChunk;  // elements
+inline constexpr int kProbsBytes = kBlockHeads * kBlockK * sizeof(Bf16);
+inline constexpr int kScoreRegisters = 224, kAddRegisters = 112, kGatherRegisters = 56, kPairStart = 128;
+
+template <int kQk>
+struct PairStorage {
+  static constexpr int kQChunks = kHalfChunks + (kQk > 512);
+  static constexpr int kParts = (kQk / kChunkColumns + kPartChunks - 1) / kPartChunks;  // of a tile
+  alignas(1024) Bf16 q[kQChunks * kPairChunk];  // chunks of 128 heads: this CTA's half of the columns, and the tail
+  alignas(1024) Bf16 dout[kHalfChunks * kPairChunk];
+  alignas(1024) Bf16 keys[kRingSlots][kPartChunks * kChunkElements];
+  alignas(1024) Bf16 probs[2][kBlockHeads * kBlockK];  // of both blocks of heads
+  alignas(1024) Bf16 dscores[2][kBlockHeads * kBlockK];
+  int ids[kIdSlots][kBlockK];        // of a tile's keys, -1 for none
+  uint32_t visible[kIdSlots][4];     // see publish_visible
+  float dots[kBlockHeads];         // sum(dO * O) of the own block's rows
+  uint64_t inputs_full, dots_full, ring_full[kRingSlots], ring_free[kRingSlots], probs_full, probs_free;
+};
+
+// Rows [row, row + 8] of a block of heads as fragments of wgmma, 256 columns from g_first on. Four lanes load 32
+// columns of a row at once and exchange words.
+__device__ __forceinline__ void load_fragments(const Bf16* g_first, int64_t stride, int heads, int row, int lane,
+                                               uint32_t* words) {
+  constexpr int kPairs = kHalfChunks * kChunkColumns / 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int head = row + 8 * r;
+    const Bf16* g_row = g_first + head * stride + lane % 4 * kPieceColumns;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      uint4 v{};
+      if (head < heads) v = *reinterpret_cast<const uint4*>(g_row + i * 32);
+      Piece piece{v.x, v.y, v.z, v.w};
+      transpose_in_quads(piece, lane);
+#pragma unroll
+      for (int m = 0; m < 4; ++m) words[4 * (2 * i + m / 2) + r + m % 2 * 2] = piece.words[m];
+    }
+  }
+}
+
+// sum(dO * O) of the own block's rows, eight of them by each warp of the gradient warpgroups.
+template <int kQk>
+__device__ __forceinline__ void write_dots(PairStorage<kQk>& shared, const Params& p, const Item& item, int warp, int lane) {
+  constexpr int kRows = kBlockHeads / (2 * kWarpsPerWarpgroup), kPieces = 512 / kPieceColumns / kWarpThreads;
+#pragma unroll 2
+  for (int i = 0; i < kRows; ++i) {
+    const int row = warp * kRows + i;
+    const int64_t at = item.row(p, item.has(p, row) ? row : 0) * p.d_v;
+    const auto* g_out = reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.out) + at) + lane;
+    const auto* g_dout = reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.dout) + at) + lane;
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < kPieces; ++n) {
+      const uint4 a = __ldg(g_out + n * kWarpThreads), b = __ldg(g_dout + n * kWarpThreads);
+      sum += dot_bf16(a.x, b.x) + dot_bf16(a.y, b.y) + dot_bf16(a.z, b.z) + dot_bf16(a.w, b.w);
+    }
+    sum = sum_of_warp(sum);
+    if (lane == 0) shared.dots[row] = sum;
+  }
+  __syncwarp();
+  if (lane == 0) arrive(&shared.dots_full);
+}
+
+template <int kQk>
+__device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Params& p, const Item& item, const Maps& maps,
+                                           int rank, int thread) {
+  using namespace cute;
+  constexpr int kChunks = kQk / kChunkColumns, kSteps = kChunkColumns / 16, kParts = PairStorage<kQk>::kParts;
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, row = warp * 16 + lane / 4;
+  const ItemPlace place = item.place(p);
+  if (thread == 0) {
+    expect_bytes(&shared.inputs_full, sizeof(shared.q) + sizeof(shared.dout));
+    HeadTile at = place.heads;
+#pragma unroll 1
+    for (int i = 0; i < PairStorage<kQk>::kQChunks; ++i) {
+      at.column = i < kHalfChunks ? (rank * kHalfChunks + i) * kChunkColumns : 512;
+#pragma unroll 1
+      for (int block = 0; block < 2; ++block) {
+        at.head = block * kBlockHeads;
+        tma_load(shared.q + i * kPairChunk + block * kBlockChunk, &maps.q, at, &shared.inputs_full);
+        if (i < kHalfChunks) {
+          tma_load(shared.dout + i * kPairChunk + block * kBlockChunk, &maps.dout, at, &shared.inputs_full);
+        }
+      }
+    }
+    arrive(&shared.inputs_full);
+  }
+  const int heads = item.heads_left(p), other = (rank ^ 1) * kHalfChunks * kChunkColumns;
+  Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kHalfChunks * kSteps>>{});
+  Tensor r_do = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kHalfChunks * kSteps>>{});
+  load_fragments(static_cast<const Bf16*>(p.q) + item.b * p.q_stride_b + item.s * p.q_stride_s +
+                     item.head(p, 0) * p.q_stride_h + other,
+                 p.q_stride_h, heads, row, lane, reinterpret_cast<uint32_t*>(r_q.data()));
+  load_fragments(static_cast<const Bf16*>(p.dout) + item.row(p, 0) * p.d_v + other, p.d_v, heads, row, lane,
+                 reinterpret_cast<uint32_t*>(r_do.data()));
+  RowFactors rows[2] = {{p, item, row}, {p, item, row + 8}};
+  wait(&shared.dots_full, 0);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) rows[r].subtract_output_dot(p, item, row + 8 * r, shared.dots[row + 8 * r], lane);
+  const float scale_log2 = p.sm_scale * kLog2E;
+  ScoreMmaFromRegisters register_mma;
+  ScoreMmaFromShared shared_mma;
+  Tensor r_s = partition_fragment_C(register_mma, Shape<_64, _64>{});
+  Tensor r_dp = partition_fragment_C(register_mma, Shape<_64, _64>{});
+  char* g_dscores = static_cast<char*>(p.dscores) + item.first_dscores * (2 * kProbsBytes) + rank * kProbsBytes;
+  if (p.finished != nullptr) {
+    if (thread == 0) wait_for_earlier_waves(p);
+    sync_warpgroup<kScoreBarrier>();
+  }
+  wait(&shared.inputs_full, 0);
+  Ring<kRingSlots> ring;
+#pragma unroll 1
+  for (int j = 0; j < item.tiles; ++j) {
+    const uint32_t parity = j % 2;
+    wait(&shared.ring_full[ring.slot], ring.parity);
+    const bool skip = !any_visible(shared.visible[j % kIdSlots]);
+    if (skip) {
+#pragma unroll 1
+      for (int part = 0; part < kParts; ++part) {
+        wait(&shared.ring_full[ring.slot], ring.parity);
+        if (lane == 0) arrive(&shared.ring_free[ring.slot]);
+        ring.advance();
+      }
+      if (thread == 0) arrive(&shared.probs_free);
+      wait(&shared.probs_free, parity);
+      if (thread == 0) arrive(&shared.probs_full);
+      continue;
+    }
+    // S = Q K^T, dP = dO V^T
+    warpgroup_fence_operand(r_s);
+    warpgroup_fence_operand(r_dp);
+    int previous = 0;
+    cute::for_each(make_int_sequence<kParts>{}, [&](auto part) {
+      if (part > 0) wait(&shared.ring_full[ring.slot], ring.parity);
+      if constexpr (part == 0) fence_async_proxy();
+      warpgroup_arrive();
+      Bf16* keys = shared.keys[ring.slot];
+      cute::for_each(make_int_sequence<kPartChunks>{}, [&](auto c) {
+        constexpr int kChunk = part * kPartChunks + c;
+        if constexpr (kChunk < kChunks) {
+          Tensor s_k = make_tensor(make_smem_ptr(keys + c * kChunkElements), RowsByColumns<kChunkColumns>{});
+          Tensor r_k = register_mma.get_slice(thread).partition_fragment_B(s_k);
+          const auto scale = kChunk == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+          const auto multiply_chunk = [&](auto& r_a, Bf16* s_first, auto& r_product) {
+            register_mma.accumulate_ = shared_mma.accumulate_ = scale;
+            if constexpr (kChunk < kHalfChunks) {
+#pragma unroll
+              for (int k = 0; k < kSteps; ++k) {
+                gemm(register_mma, r_a(_, 0, kChunk * kSteps + k), r_k(_, 0, k), r_product(_, 0, 0));
+                register_mma.accumulate_ = GMMA::ScaleOut::One;
+              }
+            } else {
+              Tensor s_a = make_tensor(make_smem_ptr(s_first + (kChunk - kHalfChunks) * kPairChunk + rank * kBlockChunk),
+                                       RowsByColumns<kChunkColumns>{});
+              Tensor r_shared = shared_mma.get_slice(thread).partition_fragment_A(s_a);
+#pragma unroll
+              for (int k = 0; k < kSteps; ++k) gemm(shared_mma, r_shared(_, 0, k), r_k(_, 0, k), r_product(_, 0, 0));
+            }
+          };
+          multiply_chunk(r_q, shared.q, r_s);
+          if constexpr (kChunk < kValueChunks) multiply_chunk(r_do, shared.dout, r_dp);
+        }
+      });
+      warpgroup_commit_batch();
+      if constexpr (part > 0) {
+        warpgroup_wait<1>();
+        if (lane == 0) arrive(&shared.ring_free[previous]);
+      }
+      previous = ring.slot;
+      ring.advance();
+    });
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(r_s);
+    warpgroup_fence_operand(r_dp);
+    if (lane == 0) arrive(&shared.ring_free[previous]);
+    if (thread == 0) tma_store_wait_read(), arrive(&shared.probs_free);
+#pragma unroll
+    for (int i = 0; i < size(r_s); ++i) {
+      const RowFactors& factors = rows[i / 2 % 2];
+      r_s(i) = exp2_fast(fmaf(r_s(i), scale_log2, factors.base));
+      r_dp(i) = r_s(i) * fmaf(r_dp(i) * factors.share, p.sm_scale, factors.offset);
+      r_s(i) *= factors.share;
+    }
+    if (heads < kBlockHeads) {
+#pragma unroll
+      for (int i = 0; i < size(r_s); ++i) {
+        if (row + i / 2 % 2 * 8 >= heads) r_s(i) = r_dp(i) = 0.f;
+      }
+    }
+    const VisibleColumns visible(shared.visible[j % kIdSlots], lane);
+    if (!visible.all()) {
+#pragma unroll
+      for (int i = 0; i < size(r_s); ++i) {
+        if (!visible[i]) r_s(i) = r_dp(i) = 0.f;
+      }
+    }
+    wait(&shared.probs_free, parity);
+    store_accumulators<kBlockK>(shared_address(shared.probs[rank]), r_s, thread);
+    store_accumulators<kBlockK>(shared_address(shared.dscores[rank]), r_dp, thread);
+    fence_async_proxy();
+    sync_warpgroup<kScoreBarrier>();
+    // Three warps send and store, since the score warpgroup waits for each of these copies to be issued.
+    if (lane == 0) {
+      const int peer = rank ^ 1;
+      const uint32_t full = remote_address(&shared.probs_full, peer);
+      if (warp == 0) {
+        arrive_and_expect(&shared.probs_full, 2 * kProbsBytes);
+        const int from_first = j + place.first_tile;
+        const int tile = from_first < place.tiles ? from_first : from_first - place.tiles;
+        bulk_store(g_dscores + int64_t{tile} * (2 * kProbsBytes), shared.dscores[rank], kProbsBytes);
+        tma_store_commit();
+      } else if (warp == 1) {
+        bulk_send(remote_address(shared.probs[rank], peer), shared.probs[rank], kProbsBytes, full);
+      } else if (warp == 2) {
+        bulk_send(remote_address(shared.dscores[rank], peer), shared.dscores[rank], kProbsBytes, full);
+      }
+    }
+    __syncwarp();
+  }
+  if (thread == 0) tma_store_wait_read();
+}
+
+// Issues and commits kColumns columns of P^T dO + dS^T Q, or, in the tail, of dS^T Q. `first`: elements of Q and dO
+// before their chunk; `column`: their first column in the chunk.
+template <int kColumns, bool kTail, int kQk, class Accumulator>
+__device__ __forceinline__ void multiply_pair(PairStorage<kQk>& shared, int first, int column, Accumulator& r_dkv,
+                                              int thread) {
+  using namespace cute;
+  constexpr int kSpan = kColumns < kChunkColumns ? kChunkColumns : kColumns;  // whole chunks
+  TransposedMma<kColumns> mma;
+  const auto heads_of = [&](Bf16* s) {
+    Tensor s_rows = make_tensor(make_smem_ptr(&recomputed(*s)), ColumnsByHeads<kBlockK, kPairHeads>{});
+    return mma.get_slice(thread).partition_fragment_A(s_rows);
+  };
+  const auto columns_of = [&](Bf16* s) {
+    Tensor s_columns = make_tensor(make_smem_ptr(&recomputed(s[first])), ColumnsByHeads<kSpan, kPairHeads>{});
+    Tensor r_columns = TransposedMma<kSpan>{}.get_slice(thread).partition_fragment_B(s_columns);
+    return make_tensor(r_columns.data() + column * int(sizeof(Bf16)) / 16, r_columns.layout());
+  };
+  warpgroup_fence_operand(r_dkv);
+  warpgroup_arrive();
+  multiply(mma, heads_of(shared.dscores[0]), columns_of(shared.q), r_dkv);
+  if constexpr (!kTail) multiply_add(mma, heads_of(shared.probs[0]), columns_of(shared.dout), r_dkv);
+  warpgroup_commit_batch();
+}
+
+// One of the two gradient warpgroups: two chunks of dkv, and 16 columns of the tail.
+template <int kQk>
+__device__ __forceinline__ void add_pair(PairStorage<kQk>& shared, const Params& p, const Item& item, int rank, int half,
+                                         int thread) {
+  using namespace cute;
+  constexpr bool kTail = kQk > 512;
+  constexpr int kColumns = kHalfChunks / 2 * kChunkColumns;
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  float* g_sums = item.place(p).g_sums;
+  Tensor r_dkv = partition_fragment_C(TransposedMma<kColumns>{}, Shape<_64, Int<kColumns>>{});
+  Tensor r_tail = partition_fragment_C(TransposedMma<16>{}, Shape<_64, _16>{});
+  const uint32_t peer_free = remote_address(&shared.probs_free, rank ^ 1);
+  const int columns = rank * kHalfChunks * kChunkColumns + half * kColumns;
+  const auto release = [&] {
+    if (lane == 0) arrive(&shared.probs_free), arrive_remote(peer_free);
+  };
+  release();
+  write_dots(shared, p, item, half * kWarpsPerWarpgroup + warp, lane);
+  wait(&shared.inputs_full, 0);
+#pragma unroll 1
+  for (int j = 0; j < item.tiles; ++j) {
+    wait(&shared.probs_full, j % 2);
+    if (!any_visible(shared.visible[j % kIdSlots])) {
+      release();
+      continue;
+    }
+    const int* warp_ids = shared.ids[j % kIdSlots] + warp * 16;
+    if constexpr (kTail) multiply_pair<16, true>(shared, kHalfChunks * kPairChunk, rank * 32 + half * 16, r_tail, thread);
+    multiply_pair<kColumns, false>(shared, half * (kHalfChunks / 2) * kPairChunk, 0, r_dkv, thread);
+    warpgroup_wait<0>();
+    release();
+    warpgroup_fence_operand(r_dkv);
+    if constexpr (kTail) {
+      // Sixteen columns: a quad has 64 bytes of its rows.
+      warpgroup_fence_operand(r_tail);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int id = warp_ids[lane / 4 + 8 * r];
+        float* g_row = g_sums + int64_t{id} * (p.groups * kQk) + 512 + rank * 32 + half * 16 + lane % 4 * 4;
+        add_to_global(g_row, id >= 0, r_tail(2 * r), r_tail(2 * r + 1), r_tail(2 * r + 4), r_tail(2 * r + 5));
+      }
+    }
+    swap_quads(r_dkv, lane);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const SumRow row_of = sum_row(g_sums + columns, p.groups * kQk, warp_ids, n, lane);
+#pragma unroll
+      for (int i = n / 2 * 2 + n % 2 * 8; i < r_dkv.size(); i += 16) {
+        add_to_global(row_of.g_columns + i / 16 * kScatterColumns, row_of.wanted, r_dkv(i), r_dkv(i + 1), r_dkv(i + 4),
+                      r_dkv(i + 5));
+      }
+    }
+  }
+  if (half == 0 && thread == 0 && p.finished != nullptr) atomicAdd(p.finished, 1);
+}
+
+// Brings half of the inputs of the item that probably comes next on this SM to L2. One thread per head.
+__device__ __forceinline__ void prefetch_inputs(const Params& p, int pair, int rank, int thread) {
+  if (pair >= static_cast<int>(gridDim.x) / 2 || thread >= kBlockHeads) return;
+  const Item item = Item::of_pair(p, pair, rank);
+  if (thread >= item.heads_left(p)) return;
+  const int64_t row = item.row(p, thread) * p.d_v;
+  prefetch_l2(static_cast<const Bf16*>(p.q) + item.b * p.q_stride_b + item.s * p.q_stride_s +
+                  item.head(p, thread) * p.q_stride_h,
+              p.d_qk * int(sizeof(Bf16)));
+  prefetch_l2(static_cast<const Bf16*>(p.dout) + row, p.d_v * int(sizeof(Bf16)));
+  prefetch_l2(static_cast<const Bf16*>(p.out) + row, p.d_v * int(sizeof(Bf16)));
+}
+
+template <int kQk>
+__device__ __forceinline__ void gather_pair(PairStorage<kQk>& shared, const Params& p, const Item& item, int rank,
+                                            int thread) {
+  constexpr int kChunks = kQk / kChunkColumns, kParts = PairStorage<kQk>::kParts;
+  const ItemPlace place = item.place(p);
+  const char* g_keys = place.g_keys + gather_piece(thread) * 16;
+  const uint32_t piece = swizzled_offset(gather_row(thread), gather_piece(thread));
+  const int own = rank * kHalfChunks * kSwizzleRowBytes, other = (rank ^ 1) * kHalfChunks * kSwizzleRowBytes;
+  int ids[kGatherRowsPerThread];
+  const auto load_ids = [&](int j) {
+    int tile = j + place.first_tile;
+    if (tile >= place.tiles) tile -= place.tiles;
+#pragma unroll
+    for (int i = 0; i < kGatherRowsPerThread; ++i) {
+      const int slot = tile * kBlockK + gather_row(thread) + i * kGatherRowStep;
+      ids[i] = j < place.tiles && slot < place.slots ? __ldg(place.g_ids + slot) : -1;
+    }
+  };
+  load_ids(0);
+  Ring<kRingSlots> ring;
+#pragma unroll 1
+  for (int j = 0; j < place.tiles; ++j) {
+    if (j == place.tiles / 2) prefetch_inputs(p, blockIdx.x / 2 + p.num_sms / 2, rank, thread);
+    const GatherRows rows(g_keys, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, place.ids);
+    if (gather_piece(thread) == 0) {
+#pragma unroll
+      for (int i = 0; i < kGatherRowsPerThread; ++i) {
+        shared.ids[j % kIdSlots][gather_row(thread) + i * kGatherRowStep] = rows.visible >> i & 1 ? ids[i] : -1;
+      }
+    }
+    publish_visible(shared.visible[j % kIdSlots], rows, thread);
+    load_ids(j + 1);
+    cute::for_each(cute::make_int_sequence<kParts>{}, [&](auto part) {
+      wait(&shared.ring_free[ring.slot], ring.parity ^ 1);
+      const uint32_t to = shared_address(shared.keys[ring.slot]) + piece;
+#pragma unroll
+      for (int i = 0; i < kGatherRowsPerThread; ++i) {
+#pragma unroll
+        for (int c = 0; c < kPartChunks; ++c) {
+          const int chunk = part * kPartChunks + c;
+          if (chunk >= kChunks) continue;
+          const int offset = chunk < kHalfChunks    ? other + chunk * kSwizzleRowBytes
+                             : chunk < kValueChunks ? own + (chunk - kHalfChunks) * kSwizzleRowBytes
+                                                    : kValueChunks * kSwizzleRowBytes;
+          copy_16_bytes(to + i * kGatherRowStep * kSwizzleRowBytes + c * kChunkBytes, rows.g_rows[i] + offset,
+                        rows.visible >> i & 1 ? 16 : 0);
+        }
+      }
+      arrive(&shared.ring_full[ring.slot]);
+      arrive_after_copies(&shared.ring_full[ring.slot]);
+      ring.advance();
+    });
+  }
+}
+
+template <int kQk>
+__global__ void __launch_bounds__(kPairThreads, 1)
+    sparse_mla_bwd_pair_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
+                               const __grid_constant__ CUtensorMap dout_map) {
+  extern __shared__ __align__(1024) char shared_bytes_[];
+  auto& shared = *reinterpret_cast<PairStorage<kQk>*>(shared_bytes_);
+  const int thread = threadIdx.x % kWarpgroupThreads;
+  const int warpgroup = cutlass::canonical_warp_group_idx(), rank = cluster_rank();
+  const Item item = Item::of_pair(p, blockIdx.x / 2, rank);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&q_map);
+    prefetch_tensor_map(&dout_map);
+    barrier_init(&shared.inputs_full, 1);
+    for (uint64_t& barrier : shared.ring_full) barrier_init(&barrier, 2 * kWarpgroupThreads);
+    for (uint64_t& barrier : shared.ring_free) barrier_init(&barrier, kWarpsPerWarpgroup);
+    barrier_init(&shared.probs_full, 1);
+    barrier_init(&shared.probs_free, 2 * 2 * kWarpsPerWarpgroup + 1);
+    barrier_init(&shared.dots_full, 2 * kWarpsPerWarpgroup);
+    fence_barrier_init();
+  }
+  cute::cluster_sync();
+  if (warpgroup == 0) {
+    set_registers<kScoreRegisters, kPairStart>();
+    score_pair(shared, p, item, {q_map, dout_map, dout_map}, rank, thread);
+  } else if (warpgroup == 3) {
+    set_registers<kGatherRegisters, kPairStart>();
+    gather_pair(shared, p, item, rank, thread);
+  } else {
+    set_registers<kAddRegisters, kPairStart>();
+    add_pair(shared, p, item, rank, warpgroup - 1, thread);
+  }
+  cute::cluster_sync();  // the peer may still send, and arrive at barriers
+}
+
+}  // namespace dsa::sparse_mla_bwd
