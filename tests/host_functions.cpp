@@ -46,6 +46,7 @@ PYBIND11_MODULE(host_functions, m) {
   py::module_ bwd = m.def_submodule("sparse_mla_bwd");
   bwd.attr("threads") = dsa::sparse_mla_bwd::kThreads;
   bwd.def("queries_at_once", &dsa::sparse_mla_bwd::queries_at_once);
+  bwd.def("pair_queries_at_once", &dsa::sparse_mla_bwd::pair_queries_at_once);
   bwd.def("plan_items", [](int64_t items, int topk, int num_sms) {  // (whole items, parts of each other one)
     const auto plan = dsa::sparse_mla_bwd::plan_items(items, topk, num_sms);
     return py::make_tuple(plan.whole, plan.parts);

@@ -33,6 +33,7 @@ SOURCES = [
     "sparse_mla_fwd/launch",
     "sparse_mla_fwd/launch_paged",
     "sparse_mla_bwd/launch",
+    "sparse_mla_bwd/launch_pairs",
     "sparse_mla_bwd/sort_lists",
     "merged_lists/launch",
     "attn_dist/launch",
@@ -113,6 +114,14 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             bwd.threads,
             (*MLA, "REDG"),
             bwd_others,
+        ),
+        # One instance per number of columns.
+        "sparse_mla_bwd/launch_pairs": Kernels(
+            "sparse_mla_bwd_pair_kernel",
+            2,
+            4 * 128,
+            ("HGMMA", "UTMALDG", "UBLKCP", "LDGSTS", "SYNCS", "STSM", "USETMAXREG", "REDG"),
+            ("dq_kernelILi512", "dq_kernelILi576"),
         ),
         # One instance per number of slots: 512 to 8192.
         "sparse_mla_bwd/sort_lists": Kernels("sort_lists_kernel", 5, 256, ("BAR.RED.AND", "STS.U16")),

@@ -179,6 +179,18 @@ def test_queries_at_once(host_functions: ModuleType, items: int, topk: int, num_
     assert queries == 1 or queries * items * topk * 576 * 2 <= 2**30
 
 
+@given(queries=st.integers(1, 2**30), groups=st.integers(1, 8), topk=st.integers(1, 2**20), num_sms=st.integers(2, 200))
+def test_pair_queries_at_once(host_functions: ModuleType, queries: int, groups: int, topk: int, num_sms: int) -> None:
+    """Launches of about equal size, of whole waves of pairs, whose dS takes at most 1 GiB."""
+    at_once = host_functions.sparse_mla_bwd.pair_queries_at_once(queries, groups, topk, num_sms)
+    wave = max(1, num_sms // 2 // groups)
+    assert 1 <= at_once <= queries
+    assert at_once == queries or at_once % wave == 0
+    assert at_once <= wave or at_once * groups * -(-topk // 64) * 2 * 64 * 64 * 2 <= 2**30
+    launches = -(-queries // at_once)
+    assert launches == 1 or queries - (launches - 1) * at_once > at_once - launches * wave
+
+
 @given(items=st.integers(0, 2**30), topk=st.integers(1, 2**20), num_sms=st.integers(1, 200))
 def test_most_ctas(host_functions: ModuleType, items: int, topk: int, num_sms: int) -> None:
     """A launch for at most so many items has CTAs for any number of them."""

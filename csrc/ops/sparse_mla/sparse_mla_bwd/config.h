@@ -71,12 +71,13 @@ constexpr int64_t queries_at_once(int64_t items_of_query, int topk, int d_qk, in
   return std::max<int64_t>(1, (items - (items > num_sms ? items % num_sms : 0)) / items_of_query);
 }
 
-// Queries per launch of pairs, but for the last one, which takes up to twice as many: they fill whole waves, and their
-// dS takes about kRowBytes at most.
-constexpr int64_t pair_queries_at_once(int groups, int topk, int num_sms) {
-  const int64_t tiles = (topk + kBlockK - 1) / kBlockK, pairs = num_sms / 2;
-  const int64_t items = kRowBytes / (tiles * 2 * kBlockHeads * kBlockK * 2);
-  return std::max<int64_t>(1, (items - (items > pairs ? items % pairs : 0)) / groups);
+// Queries per launch of pairs of CTAs. Their dS takes at most kRowBytes, unless that of one wave of pairs takes more;
+// all launches but the last one fill whole waves.
+constexpr int64_t pair_queries_at_once(int64_t queries, int groups, int topk, int num_sms) {
+  const int64_t wave = std::max(1, num_sms / 2 / groups), tiles = (topk + kBlockK - 1) / kBlockK;
+  const int64_t room = std::max(wave, kRowBytes / (tiles * groups * 2 * kBlockHeads * kBlockK * 2) / wave * wave);
+  const int64_t launches = (queries + room - 1) / room, share = (queries + launches - 1) / launches;
+  return std::min(queries, (share + wave - 1) / wave * wave);
 }
 
 constexpr bool has_tail(const Config& c) { return c.d_qk > c.d_v; }

@@ -14,9 +14,8 @@ const char* launch_columns(Params p, int64_t queries, cudaStream_t stream) {
     CUtensorMap q, dout, dq;
   } maps;
   const char* error = encode_maps(maps, p, kBlockHeads, 1);
-  for (int64_t first = 0, taken; error == nullptr && first < queries; first += taken) {
-    taken = first + 2 * p.queries_at_once > queries ? queries - first : p.queries_at_once;
-    const int64_t items = taken * p.groups;
+  for (int64_t first = 0; error == nullptr && first < queries; first += p.queries_at_once) {
+    const int64_t items = std::min(p.queries_at_once, queries - first) * p.groups;
     const Plan plan = plan_items(items, p.topk, p.num_sms / 2);
     p.first_item = int(first * p.groups);
     p.whole_items = int(plan.whole);

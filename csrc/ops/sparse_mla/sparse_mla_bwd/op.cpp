@@ -93,10 +93,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
   }
   params.pairs = !deterministic && !return_dist && queries > 0 && heads / groups > kBlockHeads;
   if (params.pairs) {
-    params.queries_at_once = std::min(queries, pair_queries_at_once(params.groups, params.topk, params.num_sms));
+    params.queries_at_once = pair_queries_at_once(queries, params.groups, params.topk, params.num_sms);
   }
   const int64_t tiles_of_pairs =
-      params.pairs ? std::min(queries, 2 * params.queries_at_once) * groups * ((params.topk + kBlockK - 1) / kBlockK) : 0;
+      params.pairs ? params.queries_at_once * groups * ((params.topk + kBlockK - 1) / kBlockK) : 0;
   Tensor dscores = empty({tiles_of_pairs, 2 * kBlockHeads, kBlockK}, ScalarType::BFloat16, call.index);
   params.dscores = dscores.data_ptr();
   const auto parts_of = [&](int64_t queries_of_launch) {
