@@ -46,6 +46,15 @@ struct alignas(16) Tile {
   int column_end;  // where the columns end
 };
 
+// Consecutive keys, those that a query sees.
+struct KeyRun {
+  int begin, count;  // count: -1 if there is no such query
+
+  __device__ __forceinline__ bool contains(int key) const {
+    return static_cast<unsigned>(key - begin) < static_cast<unsigned>(count);
+  }
+};
+
 template <class Element, Config kC>
 struct SharedStorage {
   alignas(1024) Element q[kC.q_slots()][kC.max_passes()][kC.pass_bytes() / sizeof(Element)];
@@ -54,7 +63,8 @@ struct SharedStorage {
   // For each 16 rows of Q, four words for each lane of a quad, as sum_heads takes them.
   alignas(16) float weights[kC.q_slots()][kC.max_rows()];
   Tile tiles[kC.stages()];
-  int lengths[kC.q_slots()][kMaxQueries], sequences[kC.q_slots()];
+  KeyRun seen[kC.q_slots()][kMaxQueries];
+  int sequences[kC.q_slots()];
   indexer_logits::RunStorage<kThreads> plan;  // items are sequences
   alignas(8) uint64_t q_full[kC.q_slots()], q_empty[kC.q_slots()], tile_full[kC.stages()], tile_empty[kC.stages()];
 };
@@ -65,9 +75,14 @@ __device__ __forceinline__ int length_of(const Params& p, int sequence, int quer
   return min(max(0, p.length_per_query ? length : length - p.queries + 1 + query), p.max_keys);
 }
 
-// How many keys the queries of a sequence see, and the tiles of these.
+__device__ __forceinline__ KeyRun seen_by(const Params& p, int sequence, int query) {
+  const int begin = p.starts == nullptr ? 0 : max(0, p.starts[query * p.starts_stride]);
+  return {begin, max(0, length_of(p, sequence, query) - begin)};
+}
+
+// The tiles that hold the keys which any query of a sequence sees, and the end of these keys.
 struct Extent {
-  int keys, tiles;
+  int keys_end, first_tile, tiles;
 
   // Work is counted in units: one for the start of a sequence, and one per tile.
   __device__ __forceinline__ int units() const { return tiles > 0 ? 1 + tiles : 0; }
@@ -77,15 +92,19 @@ struct Extent {
 __device__ __forceinline__ int page_tiles(const Params& p) { return (p.page + kTileKeys - 1) / kTileKeys; }
 
 __device__ __forceinline__ Extent extent_of(const Params& p, int sequence) {
-  int keys = length_of(p, sequence, p.queries - 1);
-  for (int query = 0; p.length_per_query && query < p.queries - 1; ++query) {
-    keys = max(keys, length_of(p, sequence, query));
+  int begin = INT_MAX, end = 0;
+  for (int query = p.length_per_query ? 0 : p.queries - 1; query < p.queries; ++query) {
+    const KeyRun seen = seen_by(p, sequence, query);
+    if (seen.count > 0) begin = min(begin, seen.begin), end = max(end, seen.begin + seen.count);
   }
-  return {keys, keys / p.page * page_tiles(p) + (keys % p.page + kTileKeys - 1) / kTileKeys};
+  const int first_tile = end > 0 ? begin / kTileKeys : 0;  // with several pages, `begin` is 0
+  const int end_tile = end / p.page * page_tiles(p) + (end % p.page + kTileKeys - 1) / kTileKeys;
+  return {end, first_tile, end_tile - first_tile};
 }
 
 // The block that holds tile `tile` of a sequence, or -1.
 __device__ __forceinline__ int block_of(const Params& p, int sequence, int tile) {
+  if (p.block_table == nullptr) return 0;
   const int block = p.block_table[sequence * p.table_stride_b + tile / page_tiles(p) * p.table_stride_page];
   return block < p.blocks ? max(block, -1) : -1;
 }
@@ -96,10 +115,11 @@ __device__ __forceinline__ void walk(const indexer_logits::Run& run, const Param
   int skip = run.skip, ordinal = 0;
   int64_t left = run.units;
   for (int sequence = run.item; left > 0 && sequence < p.batch; ++sequence, skip = 0) {
-    const int units = extent_of(p, sequence).units(), end = static_cast<int>(min(int64_t{units}, skip + left));
+    const Extent extent = extent_of(p, sequence);
+    const int end = static_cast<int>(min(int64_t{extent.units()}, skip + left));
     left -= end - skip;
     const int first = max(skip - 1, 0);
-    if (first < end - 1) visit(sequence, ordinal++, first, end - 1);
+    if (first < end - 1) visit(sequence, ordinal++, extent.first_tile + first, extent.first_tile + end - 1);
   }
 }
 
@@ -109,7 +129,7 @@ __device__ __forceinline__ int passes_of(const Params& p) {
   return kC.max_passes() == 1 ? 1 : (p.queries * kC.heads + kC.pass_rows - 1) / kC.pass_rows;
 }
 
-// Loads Q of each sequence, its weights and the lengths of its queries. Run by one warp.
+// Loads Q of each sequence, its weights and what its queries see. Run by one warp.
 template <class Element, Config kC>
 __device__ __forceinline__ void load_queries(SharedStorage<Element, kC>& shared, const Params& p,
                                              const CUtensorMap& q_map) {
@@ -126,7 +146,7 @@ __device__ __forceinline__ void load_queries(SharedStorage<Element, kC>& shared,
                  {column, 0, 0, pass * kC.pass_queries(), sequence}, &shared.q_full[slot]);
       }
     }
-    if (lane < p.queries) shared.lengths[slot][lane] = length_of(p, sequence, lane);
+    if (lane < p.queries) shared.seen[slot][lane] = seen_by(p, sequence, lane);
     if (lane == 0) shared.sequences[slot] = sequence;
 #pragma unroll 4
     for (int row = lane; row < passes * kC.pass_rows; row += 32) {
@@ -177,17 +197,23 @@ struct Feeder {
       arrive(&shared.tile_full[slot]);
       return;
     }
-    constexpr bool kFp8 = kIsFp8<Element>;
-    arrive_and_expect(&shared.tile_full[slot], kC.tile_bytes() + (kFp8 ? keys * int{sizeof(float)} : 0));
+    const float* g_scales = nullptr;
+    int scale_bytes = 0;
+    if constexpr (kIsFp8<Element>) {
+      const auto* g_block = static_cast<const char*>(p.k_cache) + block * p.cache_stride_block;
+      const auto* g_behind = reinterpret_cast<const float*>(g_block + p.page * int64_t{kC.row_bytes});
+      g_scales = (p.k_scale == nullptr ? g_behind : p.k_scale) + first;
+      // Bulk copies take multiples of 16 bytes, as all pages of a cache are.
+      const int whole = keys / 4 * 4;
+      for (int key = whole; key < keys; ++key) shared.scales[slot][key] = g_scales[key];
+      scale_bytes = whole * sizeof(float);
+    }
+    arrive_and_expect(&shared.tile_full[slot], kC.tile_bytes() + scale_bytes);
     for (int c = 0; c < kC.chunks(); ++c) {
       tma_load(shared.keys[slot] + c * kTileKeys * kChunkColumns, &k_map, {c * kChunkColumns, first, 0, block, 0},
                &shared.tile_full[slot]);
     }
-    if constexpr (kFp8) {
-      const auto* g_block = static_cast<const char*>(p.k_cache) + block * p.cache_stride_block;
-      bulk_load(shared.scales[slot], g_block + p.page * int64_t{kC.row_bytes} + first * sizeof(float),
-                keys * sizeof(float), &shared.tile_full[slot]);
-    }
+    if (scale_bytes > 0) bulk_load(shared.scales[slot], g_scales, scale_bytes, &shared.tile_full[slot]);
   }
 
   // Every third tile of a sequence, from `first` on. Called by all lanes.
@@ -228,8 +254,8 @@ struct Feeder {
   }
 };
 
-// Writes -inf to the columns after the last tile of each sequence, and the bounds of the queries where these are
-// wanted. Run by one warp.
+// Writes -inf to the columns before the first tile of each sequence and after the last one, and the bounds of the
+// queries where these are wanted. Run by one warp.
 __device__ __forceinline__ void clean(const Params& p) {
   const int lane = threadIdx.x % 32;
   const int64_t rows = int64_t{p.batch} * p.queries, first = int64_t{blockIdx.x} * 32 + lane;
@@ -240,18 +266,23 @@ __device__ __forceinline__ void clean(const Params& p) {
   const int parts = (p.columns + kCleanColumns - 1) / kCleanColumns;
   for (int64_t i = blockIdx.x; p.clean && i < int64_t{p.batch} * parts; i += gridDim.x) {
     const int sequence = static_cast<int>(i / parts), part = static_cast<int>(i % parts) * kCleanColumns;
-    const int keys = extent_of(p, sequence).keys, in_page = keys % p.page;
-    const int covered = keys - in_page + min(p.page, (in_page + kTileKeys - 1) / kTileKeys * kTileKeys);
-    const int begin = max(part, covered), end = min(p.columns, part + kCleanColumns);
-    const int whole = min(end, (begin + 3) / 4 * 4), whole_end = max(whole, end / 4 * 4);  // rows are 16-byte aligned
-    for (int query = 0; query < p.queries && begin < end; ++query) {
-      float* g_row = p.logits + (int64_t{sequence} * p.queries + query) * p.logits_stride;
-      for (int column = whole + 4 * lane; column < whole_end; column += 4 * 32) {
-        *reinterpret_cast<float4*>(g_row + column) = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+    const Extent extent = extent_of(p, sequence);
+    const int in_page = extent.keys_end % p.page;
+    const int covered = extent.keys_end - in_page + min(p.page, (in_page + kTileKeys - 1) / kTileKeys * kTileKeys);
+    const auto fill = [&](int begin, int end) {
+      const int whole = min(end, (begin + 3) / 4 * 4), whole_end = max(whole, end / 4 * 4);  // rows are 16-byte aligned
+      for (int query = 0; query < p.queries && begin < end; ++query) {
+        float* g_row = p.logits + (int64_t{sequence} * p.queries + query) * p.logits_stride;
+        for (int column = whole + 4 * lane; column < whole_end; column += 4 * 32) {
+          *reinterpret_cast<float4*>(g_row + column) = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+        }
+        if (begin + lane < whole) g_row[begin + lane] = -INFINITY;
+        if (whole_end + lane < end) g_row[whole_end + lane] = -INFINITY;
       }
-      if (begin + lane < whole) g_row[begin + lane] = -INFINITY;
-      if (whole_end + lane < end) g_row[whole_end + lane] = -INFINITY;
-    }
+    };
+    const int part_end = min(p.columns, part + kCleanColumns);
+    fill(part, min(part_end, extent.first_tile * kTileKeys));
+    fill(max(part, covered), part_end);
   }
 }
 
@@ -285,7 +316,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
   int ordinal = -2, q_slot = 0;  // no sequence yet
   float* g_lane = nullptr;       // where the first of the lane's queries has the lane's first key
   float weights[kRows / 4];
-  int lengths[(kPassQueries + 1) / 2];  // of the lane's queries in a pass; -1 if there is no such query
+  KeyRun seen[(kPassQueries + 1) / 2];  // by the lane's queries in a pass
   // What is the same in a whole warp comes from votes and reductions: then the compiler keeps it, and the descriptors
   // of operands, in uniform registers.
   Ring<kC.stages()> ring;
@@ -316,7 +347,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
 #pragma unroll
         for (int i = 0; i < kPassQueries; i += 2) {
           const int query = pass * kPassQueries + i + odd;
-          lengths[i / 2] = i + odd < kPassQueries && query < p.queries ? shared.lengths[q_slot][query] : -1;
+          seen[i / 2] = i + odd < kPassQueries && query < p.queries ? shared.seen[q_slot][query] : KeyRun{0, -1};
         }
       }
       warpgroup_fence_operand(r_s);
@@ -333,8 +364,8 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
         const float other = key_sums[min(i + 1, kPassQueries - 1)];
         const float sum = (odd ? other : key_sums[i]) + __shfl_xor_sync(~0u, odd ? key_sums[i] : other, 1);
         const float logit = kIsFp8<Element> ? sum * scale : sum;
-        if (key < tile.column_end && lengths[i / 2] >= 0) {
-          *g_logit = key < min(tile.keys_end, lengths[i / 2]) ? logit : -INFINITY;
+        if (key < tile.column_end && seen[i / 2].count >= 0) {
+          *g_logit = key < tile.keys_end && seen[i / 2].contains(key) ? logit : -INFINITY;
         }
       }
     }
