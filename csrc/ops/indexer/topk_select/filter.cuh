@@ -12,7 +12,7 @@ __device__ __forceinline__ int pieces_for(int entries) {
   return (entries + kEntriesPerCta - 1) / kEntriesPerCta;
 }
 
-// A sample of a run: short spots all over it, which memory reads as fast as single columns. Sampled entries form groups
+// A sample of a row: short spots all over it, which memory reads as fast as single columns. Sampled entries form groups
 // of entries that are irregularly far from each other; the best of a group represents it.
 template <class T, class Shape>
 struct Sample {
@@ -55,10 +55,10 @@ struct Filter {
   float threshold = -INFINITY;
   unsigned low = 0;  // no candidate's key is below it; 0 without a guess
 
-  // Guesses a threshold that about topk entries exceed, with a margin of three standard deviations.
-  __device__ __forceinline__ void guess(const Sample<T, Shape>& sample) {
+  // Guesses a threshold that about topk of the row's `size` entries exceed, with a margin of three standard deviations.
+  __device__ __forceinline__ void guess(const Sample<T, Shape>& sample, int size) {
     constexpr float kGroups = sample.kGroups;
-    float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(run.size()));
+    float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(size));
     static_assert(sample.kEntriesPerGroup == 2 || sample.kEntriesPerGroup == 4);
     out *= out;
     if constexpr (sample.kEntriesPerGroup == 4) out *= out;  // the share of groups without an entry above
@@ -262,6 +262,23 @@ struct Filter {
       count += sums.y;
     }
     return true;
+  }
+
+  // Moves the candidates of a cluster to its first CTA, in id order. `sums`: the candidates of earlier CTAs, and of
+  // all.
+  __device__ __forceinline__ void gather(uint2 sums) {
+    auto cluster = cooperative_groups::this_cluster();
+    auto& entries = selector.shared.entries;
+    if (cluster_rank() > 0) {
+      T* to_values = cluster.map_shared_rank(entries.values, 0) + sums.x;
+      int* to_ids = cluster.map_shared_rank(entries.ids, 0) + sums.x;
+      for (int i = threadIdx.x; i < count; i += Shape::kThreads) {
+        to_values[i] = entries.values[i];
+        to_ids[i] = entries.ids[i];
+      }
+    }
+    count = sums.y;
+    cluster.sync();
   }
 
   // Drops the guess and all candidates.

@@ -8,6 +8,8 @@
 //   cut      when there is no room for more candidates, keep the best topk and raise the threshold to the last of them
 //   select   write the best topk of all CTAs' candidates
 //
+// The first CTA of a cluster selects alone, if it has room for the candidates of all; else all CTAs do together.
+//
 // Ids only grow, so an entry equal to the threshold of topk better candidates is not selected. If the guess leaves
 // fewer than topk candidates, the row is filtered again without one. A run that fits into registers skips the first
 // three steps.
@@ -41,12 +43,12 @@ __device__ __forceinline__ void make_slots(const PageTable& table, int row, int*
   for (int i = threadIdx.x; i < count; i += Shape::kThreads) ids[i] = slot_of(table, sequence, ids[i]);
 }
 
-// Writes a CTA's share of its row's results: the first `kept` shared entries.
+// Writes the share of a row's results that one of `ctas` CTAs has: the first `kept` shared entries.
 template <class T, bool kSlots, class Storage>
-__device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& selector, int row, int kept) {
+__device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& selector, int row, int kept, int ctas) {
   using Shape = typename Storage::Shape;
   if constexpr (kSlots) make_slots<Shape>(p.table, row, selector.shared.entries.ids, kept);
-  const uint2 sums = selector.sum_ctas(kept, p.ctas);
+  const uint2 sums = selector.sum_ctas(kept, ctas);
   const int64_t row_place = static_cast<int64_t>(row) * p.topk;
   int* g_indices = p.indices + row_place;
   T* g_values = static_cast<T*>(p.values) + row_place;
@@ -76,17 +78,16 @@ __device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& se
   if (threadIdx.x == 0) sm90::tma_store_wait_read();
 }
 
-// This CTA's run; runs meet at multiples of a unit.
+// The run of CTA `rank` if `ctas` CTAs share a row; runs meet at multiples of a unit.
 template <class T>
-__device__ __forceinline__ Run run_of_cta(const Params& p, const T* g_row, int row) {
-  const int rank = cluster_rank();
+__device__ __forceinline__ Run run_of(const Params& p, const T* g_row, int row, int rank, int ctas) {
   const int window_begin = min(p.columns, max(0, p.starts[row * p.starts_stride]));
   const int window_end = max(window_begin, min(p.columns, p.ends[row * p.ends_stride]));
   // Columns between the last 16-byte boundary before the row and its first column.
   const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(g_row) % 16 / sizeof(T));
   const int first = (window_begin + ahead) / kUnit * kUnit - ahead;
   const int units = (window_end - first + kUnit - 1) / kUnit;
-  const int run_units = (units + p.ctas - 1) / p.ctas;
+  const int run_units = (units + ctas - 1) / ctas;
   const int first_read = first + rank * run_units * kUnit;
   return {max(window_begin, first_read), min(window_end, first_read + run_units * kUnit), first_read, p.columns};
 }
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
   const int row = cluster_index();
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
-  const Run run = run_of_cta(p, g_row, row);
+  const Run run = run_of(p, g_row, row, cluster_rank(), p.ctas);
   const int pieces = pieces_for<Shape>(run.size());
   const int first = run.first_read + held_place(pieces);
   Piece r[kPieces];
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
       if (values[i] == T(0.f)) values[i] = g_row[shared.entries.ids[i]];
     }
   }
-  write_row<T, kSlots>(p, selector, row, kept);
+  write_row<T, kSlots>(p, selector, row, kept, p.ctas);
 }
 
 template <class T, class Shape, bool kSlots>
@@ -150,25 +151,39 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   const int row = cluster_index();
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
   Selector<Storage> selector{shared};
-  Filter<T, Storage> filter{selector, g_row, run_of_cta(p, g_row, row), p.topk};
-  const bool guesses = filter.run.size() > Shape::kHeld;
+  Filter<T, Storage> filter{selector, g_row, run_of(p, g_row, row, cluster_rank(), p.ctas), p.topk};
+  // All CTAs of a cluster sample the whole row, so that they make the same guess.
+  const Run window = run_of(p, g_row, row, 0, 1);
+  const bool guesses = window.size() > Shape::kHeld;
   Sample<T, Shape> sample;
   for (Piece& piece : sample.pieces) leave_undefined(piece);
-  if (guesses) sample.load(g_row, filter.run);
+  if (guesses) sample.load(g_row, window);
   Selector<Storage>::clear(shared.histograms[0]);
   if (threadIdx.x == 0) shared.full = 0;
+  if (p.ctas > 1) cooperative_groups::this_cluster().barrier_arrive();
   __syncthreads();
-  if (guesses) filter.guess(sample);
+  if (guesses) filter.guess(sample, window.size());
+  if (p.ctas > 1) cooperative_groups::this_cluster().barrier_wait();  // others' shared memory may be written now
   for (bool read_all = filter.read_apart();;) {
     if (!read_all) read_all = filter.read();
     __syncthreads();
-    if (read_all && filter.low > 0 && filter.count < p.topk) {
-      filter.forget_guess();
-      read_all = false;
-      continue;
+    int ctas = 1;
+    if (read_all) {
+      const uint2 sums = selector.sum_ctas(filter.count, p.ctas);
+      const int all = static_cast<int>(sums.y);
+      if (filter.low > 0 && all < p.topk) {
+        filter.forget_guess();
+        read_all = false;
+        continue;
+      }
+      if (all > Shape::kHeld) {
+        ctas = p.ctas;
+      } else if (p.ctas > 1) {
+        filter.gather(sums);
+        if (cluster_rank() > 0) return;
+      }
     }
     // Keep the best topk: as results, or to make room.
-    const int ctas = read_all ? p.ctas : 1;
     const int pieces = pieces_for<Shape>(filter.count);
     typename Selector<Storage>::Keys keys;
 #pragma unroll
@@ -177,10 +192,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     const Selection selection = selector.find(keys, pieces, p.topk, ctas, filter.start_of_search(ctas));
     const unsigned bits = selector.kept_bits(keys, pieces, selection, ctas);
     filter.count = selector.keep_in_place(bits, pieces);
-    if (read_all) break;
+    if (read_all) {
+      write_row<T, kSlots>(p, selector, row, filter.count, ctas);
+      break;
+    }
     filter.threshold = threshold_of(selection.threshold);
   }
-  write_row<T, kSlots>(p, selector, row, filter.count);
 }
 
 }  // namespace dsa::topk_select
