@@ -60,6 +60,10 @@ def changed(inputs: IndexerInputs, change: Callable[[Tensor], Tensor], *names: s
     return replace(inputs, **{name: change(tensor) for name, tensor in named.items() if tensor is not None})
 
 
+def queries(inputs: IndexerInputs, run: slice) -> IndexerInputs:
+    return changed(inputs, lambda tensor: tensor[run], "q", "weights", "ks", "ke")
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(bits(a), bits(b))
 

@@ -30,6 +30,7 @@ from indexer_gpu_inputs import (
     message,
     on_device,
     poisoned,
+    queries,
     same_bits,
     selected,
     tensors,
@@ -51,10 +52,6 @@ def check(inputs: IndexerInputs) -> Tensor:
     logits = logits_of(inputs)
     logits_errors(logits, *tensors(inputs), inputs.k_scale).check()
     return logits
-
-
-def queries(inputs: IndexerInputs, run: slice) -> IndexerInputs:
-    return changed(inputs, lambda tensor: tensor[run], "q", "weights", "ks", "ke")
 
 
 SIZES = (1, 5, 63, 64, 65, 130, 257, 1000, 4099)
@@ -129,6 +126,27 @@ def test_views(dtype: torch.dtype) -> None:
         check_selected(selected(view, 100), composed(dense, 100))
 
 
+def shifted(rows: Tensor) -> Tensor:
+    """The same rows, which start one row later in memory."""
+    return torch.cat([rows[:1], rows])[1:]
+
+
+@every_kernel
+def test_few_queries(dtype: torch.dtype, heads: int, dim: int) -> None:
+    """Up to six, and a few more, have the logits that they have among 64 queries."""
+    sizes = (1, 63, 66, 1001, 40003)
+    for (s_kv, kind), seq in zip(itertools.product(sizes, BOUNDS), itertools.cycle((1, 2, 3, 4, 5, 6, 7))):
+        inputs = with_bounds(make_gpu(64, s_kv, heads, dim, dtype), kind)
+        for first in (9, 64 - seq):
+            run = slice(first, first + seq)
+            few, expected = poisoned(queries(inputs, run)), logits_of(inputs)[run]
+            strided = changed(changed(few, strided_rows, "k", "weights"), every_other, "ks", "ke", "k_scale")
+            for view in (few, strided, changed(few, shifted, "k", "k_scale")):
+                logits, visible = logits_of(view), visible_keys(few)
+                assert same_bits(logits, expected), (seq, s_kv, kind, first)
+                assert same_bits(logits_of(view, clean=False)[visible], expected[visible]), (seq, s_kv, kind, first)
+
+
 def far_apart(rows: Tensor) -> Tensor:
     """The same rows; the last starts more than 2^31 elements after the first, with NaN between them."""
     stride = (2**31 // (len(rows) - 1) // 128 + 1) * 128
@@ -190,6 +208,23 @@ def test_side_stream() -> None:
     check_selected(results, best)
 
 
+@pytest.mark.parametrize("seq", [1, 40])
+def test_calls_whose_inputs_are_written_just_before(seq: int) -> None:
+    """Kernels that start before the preceding one is complete must not read yet."""
+    inputs = make_gpu(seq, 40000)
+    weights, changing = (inputs.weights, -inputs.weights), inputs.weights.clone()
+    expected = [(logits_of(i), *selected(i, 2048)) for i in (replace(inputs, weights=w) for w in weights)]
+    same = replace(inputs, weights=changing)
+    torch.cuda.synchronize()
+    for i in range(40):
+        changing.copy_(weights[i % 2])
+        best = selected(same, 2048)
+        logits = logits_of(same)
+        changing.zero_()
+        assert same_bits(logits, expected[i % 2][0])
+        check_selected(best, expected[i % 2][1:])
+
+
 GRAPH_SCRIPT = """
 import torch, dsa_ext
 from dsa_ext.testing.inputs import make_indexer_inputs
@@ -197,6 +232,7 @@ calls = [
     make_indexer_inputs(seq, s_kv, heads, dtype=dtype, device="cuda")
     for seq, s_kv, heads, dtype in (
         (1, 40000, 64, torch.float8_e4m3fn),
+        (5, 9001, 32, torch.float8_e4m3fn),
         (300, 5000, 32, torch.float8_e4m3fn),
         (70, 9000, 16, torch.bfloat16),
     )

@@ -18,6 +18,7 @@ from indexer_gpu_inputs import (
     message,
     on_device,
     poisoned,
+    queries,
     selected,
     with_bounds,
 )
@@ -58,6 +59,17 @@ def test_selection_among_many_keys(sizes: tuple[int, int], dtype: torch.dtype) -
     for kind, topk in (("causal", 2048), ("random", 4096), ("packed", 1)):
         inputs = with_bounds(inputs, kind)
         check_selected(selected(inputs, topk), composed(inputs, topk))
+
+
+@both_dtypes
+@pytest.mark.parametrize("s_kv", [5, 3001, 40003, 2**17])
+def test_few_queries_select_what_they_select_among_others(s_kv: int, dtype: torch.dtype) -> None:
+    for heads, kind, topk in ((64, "causal", 2048), (32, "random", 2048), (8, "packed", 3), (16, "edges", 4096)):
+        inputs = with_bounds(make_gpu(64, s_kv, heads, dtype=dtype), kind)
+        indices, values = composed(inputs, topk)
+        for seq in (1, 2, 3, 4, 5, 6, 7, 16, 32):
+            run = slice(64 - seq, 64)
+            check_selected(selected(queries(inputs, run), topk), (indices[run], values[run]))
 
 
 @pytest.mark.gpu_memory(4)

@@ -53,6 +53,8 @@ def adversarial_rows(columns: int) -> dict[str, Tensor]:
     t = torch.arange(columns, dtype=torch.int32, device=DEVICE)
     last_bits = (t + 0x3F800000).view(torch.float32)  # 1 + t * 2^-23
     noise = torch.randn(columns, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE)
+    sampled = torch.zeros(columns // 16 + 1, dtype=torch.bool, device=DEVICE)
+    sampled[torch.arange(256, device=DEVICE) * (columns // 16) // 256] = True
     return {
         "ascending in the last bits": last_bits,
         "descending in the last bits": last_bits.flip(0),
@@ -63,6 +65,8 @@ def adversarial_rows(columns: int) -> dict[str, Tensor]:
         "ramps down": (-t % 4096).float(),
         "ties among few": (t % 3).float(),
         "one in 64": noise.masked_fill(t % 64 != 5, -math.inf),
+        "the best where samples are taken": noise + 100.0 * sampled[t.long() // 16],
+        "half of the best where samples are taken": noise + 100.0 * (sampled[t.long() // 16] & (t % 16 < 8)),
         "the best in what one of 8 warps reads": noise + 100.0 * (t // 256 % 8 == 3),
         "the best in what one of 16 warps reads": noise + 100.0 * (t // 256 % 16 == 5),
     }

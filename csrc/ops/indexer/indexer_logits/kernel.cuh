@@ -12,6 +12,8 @@
 // A block of queries, whose heads are the rows of Q in shared memory, is multiplied with tiles of keys. The tiles that
 // the blocks see form one long list, of which each persistent CTA takes an equal run. Each multiply warpgroup keeps the
 // weights of its own 128 rows in registers; while one computes sums, others multiply.
+//
+// Programmatic dependent launch (PDL): all roles wait for the preceding kernel.
 #pragma once
 
 #include <cuda.h>
@@ -26,6 +28,7 @@
 #include "runs.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/memory.cuh"
+#include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 #include "tiles/accumulators.cuh"
@@ -279,6 +282,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     fence_barrier_init();
   }
+  launch_dependents();
+  wait_for_preceding_kernel();
   plan(shared, p, blocks);
 
   if (threadIdx.x < kMathThreads) {

@@ -16,6 +16,8 @@
 // lengths are read on the device. The ring of tiles is what hides the latency of memory. A tile belongs to one multiply
 // warpgroup, and to the warp that feeds it: warpgroup w takes tiles w, w + 3, .. of the CTA's run. Each logit is
 // computed as in indexer_logits.
+//
+// Programmatic dependent launch (PDL): all roles wait for the preceding kernel.
 #pragma once
 
 #include <cuda.h>
@@ -28,6 +30,7 @@
 #include "ops/indexer/indexer_logits/runs.cuh"
 #include "params.h"
 #include "sm90/mbarrier.cuh"
+#include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 #include "tiles/accumulators.cuh"
@@ -394,6 +397,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     fence_barrier_init();
   }
+  launch_dependents();
+  wait_for_preceding_kernel();
   indexer_logits::find_run(shared.plan, p.batch, [&](int sequence) { return extent_of(p, sequence).units(); });
 
   if (threadIdx.x < kMathThreads) {

@@ -28,7 +28,7 @@ int columns_read(const Params& p) {
 
 template <class T, bool kSlots>
 const char* launch_rows_of(const Params& p, cudaStream_t stream) {
-  const sm90::Grid grid(unsigned(p.rows) * p.ctas, p.ctas);
+  const sm90::Grid grid(unsigned(p.rows) * p.ctas, p.ctas, /*programmatic=*/true);
   if (columns_read<T>(p) <= kMaxHeldRun * p.ctas) {
     return p.ctas == 1 ? launch_held<T, kSlots, HeldShape>(p, grid, stream)
                        : launch_held<T, kSlots, HeldClusterShape>(p, grid, stream);

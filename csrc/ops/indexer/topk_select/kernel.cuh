@@ -16,10 +16,13 @@
 //
 // Entries are compared as unsigned integers, their keys. A selection finds its last key digit by digit, from the top,
 // with a histogram per digit.
+//
+// Programmatic dependent launch (PDL): waits for the preceding kernel before the first load.
 #pragma once
 
 #include "filter.cuh"
 #include "params.h"
+#include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 
@@ -100,6 +103,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   extern __shared__ __align__(128) char shared_bytes_[];
   using Storage = HeldStorage<T, Shape>;
   Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
+  Selector<Storage> selector{shared};
+  selector.clear(shared.histograms[0]);
+  sm90::launch_dependents();
+  sm90::wait_for_preceding_kernel();
   const int row = cluster_index();
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
   const Run run = run_of(p, g_row, row, cluster_rank(), p.ctas);
@@ -120,8 +127,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     const int column = first + i / kPiece * kWarpPiece + i % kPiece;
     r[i / kPiece].values[i % kPiece] = run.contains(column, 1) ? static_cast<float>(g_row[column]) : NAN;
   }
-  Selector<Storage> selector{shared};
-  selector.clear(shared.histograms[0]);
   __syncthreads();
   unsigned keys[kKeys];
 #pragma unroll
@@ -148,9 +153,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   extern __shared__ __align__(128) char shared_bytes_[];
   using Storage = FilterStorage<T, Shape>;
   Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
+  Selector<Storage> selector{shared};
+  selector.clear(shared.histograms[0]);
+  if (threadIdx.x == 0) shared.full = 0;
+  if (p.ctas > 1) cooperative_groups::this_cluster().barrier_arrive();
+  sm90::launch_dependents();
+  sm90::wait_for_preceding_kernel();
   const int row = cluster_index();
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
-  Selector<Storage> selector{shared};
   Filter<T, Storage> filter{selector, g_row, run_of(p, g_row, row, cluster_rank(), p.ctas), p.topk};
   // All CTAs of a cluster sample the whole row, so that they make the same guess.
   const Run window = run_of(p, g_row, row, 0, 1);
@@ -158,9 +168,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   Sample<T, Shape> sample;
   for (Piece& piece : sample.pieces) leave_undefined(piece);
   if (guesses) sample.load(g_row, window);
-  Selector<Storage>::clear(shared.histograms[0]);
-  if (threadIdx.x == 0) shared.full = 0;
-  if (p.ctas > 1) cooperative_groups::this_cluster().barrier_arrive();
   __syncthreads();
   if (guesses) filter.guess(sample, window.size());
   if (p.ctas > 1) cooperative_groups::this_cluster().barrier_wait();  // others' shared memory may be written now
