@@ -96,6 +96,7 @@ __device__ __forceinline__ int page_tiles(const Params& p) { return (p.page + kT
 
 __device__ __forceinline__ Extent extent_of(const Params& p, int sequence) {
   int begin = INT_MAX, end = 0;
+#pragma unroll 1
   for (int query = p.length_per_query ? 0 : p.queries - 1; query < p.queries; ++query) {
     const KeyRun seen = seen_by(p, sequence, query);
     if (seen.count > 0) begin = min(begin, seen.begin), end = max(end, seen.begin + seen.count);
@@ -272,7 +273,11 @@ __device__ __forceinline__ void clean(const Params& p) {
     const Extent extent = extent_of(p, sequence);
     const int in_page = extent.keys_end % p.page;
     const int covered = extent.keys_end - in_page + min(p.page, (in_page + kTileKeys - 1) / kTileKeys * kTileKeys);
-    const auto fill = [&](int begin, int end) {
+    const int part_end = min(p.columns, part + kCleanColumns);
+#pragma unroll 1
+    for (bool after : {false, true}) {
+      const int begin = after ? max(part, covered) : part;
+      const int end = after ? part_end : min(part_end, extent.first_tile * kTileKeys);
       const int whole = min(end, (begin + 3) / 4 * 4), whole_end = max(whole, end / 4 * 4);  // rows are 16-byte aligned
       for (int query = 0; query < p.queries && begin < end; ++query) {
         float* g_row = p.logits + (int64_t{sequence} * p.queries + query) * p.logits_stride;
@@ -282,10 +287,7 @@ __device__ __forceinline__ void clean(const Params& p) {
         if (begin + lane < whole) g_row[begin + lane] = -INFINITY;
         if (whole_end + lane < end) g_row[whole_end + lane] = -INFINITY;
       }
-    };
-    const int part_end = min(p.columns, part + kCleanColumns);
-    fill(part, min(part_end, extent.first_tile * kTileKeys));
-    fill(max(part, covered), part_end);
+    }
   }
 }
 
