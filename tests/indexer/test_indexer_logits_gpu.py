@@ -114,8 +114,9 @@ def every_other(tensor: Tensor) -> Tensor:
 
 
 @both_dtypes
-def test_views(dtype: torch.dtype) -> None:
-    inputs = make_gpu(65, 257, dtype=dtype)
+@pytest.mark.parametrize("seq", [65, 3])
+def test_views(seq: int, dtype: torch.dtype) -> None:
+    inputs = make_gpu(seq, 257, dtype=dtype)
     strided = changed(changed(inputs, every_other, "ks", "ke", "k_scale"), strided_rows, "k", "weights")
     transposed = changed(strided, partial(strided_copy, swap_leading=True), "q")
     everything = ("q", "k", "weights", "ks", "ke", "k_scale")
@@ -157,8 +158,9 @@ def far_apart(rows: Tensor) -> Tensor:
 
 @pytest.mark.gpu_memory(20)
 @both_dtypes
-def test_rows_more_than_2_to_the_31_elements_apart(dtype: torch.dtype) -> None:
-    inputs = make_gpu(9, 200, dtype=dtype)
+@pytest.mark.parametrize("seq", [9, 5])
+def test_rows_more_than_2_to_the_31_elements_apart(seq: int, dtype: torch.dtype) -> None:
+    inputs = make_gpu(seq, 200, dtype=dtype)
     far = changed(inputs, far_apart, "q", "k", "weights")
     assert same_bits(logits_of(far), check(inputs))
     check_selected(selected(far, 50), composed(inputs, 50))
