@@ -21,6 +21,12 @@ __device__ __forceinline__ int cluster_rank() {
   return r;
 }
 
+// barrier.cluster.arrive that orders no memory accesses: all threads say that they run, and then call cluster_wait.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;"); }
+
+// barrier.cluster.wait
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
 // mapa: the address, in another CTA's shared memory, of the same variable
 __device__ __forceinline__ uint32_t remote_address(const void* place, int rank) {
   uint32_t address;

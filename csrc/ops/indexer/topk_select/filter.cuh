@@ -116,49 +116,58 @@ struct Filter {
     return r;
   }
 
-  // The warps read stretches in turn, each into its own list. Returns false if a list has no room left; otherwise
-  // gathers the candidates in id order.
-  __device__ __forceinline__ bool read_apart() {
-    using Lists = typename Storage::Lists;
-    constexpr int kColumns = 2 * kWarpPiece, kLogColumns = 8;
-    static_assert(1 << kLogColumns == kColumns && Lists::kStretches % Shape::kThreads == 0);
+  // What a warp loads at a time.
+  struct Load {
+    Piece of[2];
+  };
+  static constexpr int kLoadColumns = 2 * kWarpPiece, kLogLoadColumns = 8;
+  static_assert(1 << kLogLoadColumns == kLoadColumns);
+  using Lists = typename Storage::Lists;
+
+  // Stretches are of 1 << log_loads() loads: long enough that there are at most kStretches.
+  __device__ __forceinline__ int log_loads() const {
+    return max(0, 32 - __clz((run.size() - 1) / (kLoadColumns * Lists::kStretches)));
+  }
+  // The first column of a warp's load: the warps read stretches in turn. `log`: log_loads().
+  __device__ __forceinline__ int column_of(int load, int log) const {
+    const int stretch = (load >> log) * Shape::kWarps + static_cast<int>(threadIdx.x / 32);
+    return run.first_read + (stretch << log + kLogLoadColumns) + (load & (1 << log) - 1) * kLoadColumns;
+  }
+  // `last`: where the last whole piece is.
+  __device__ __forceinline__ Load load_from(int column, int last) const {
+    const int first = column + static_cast<int>(threadIdx.x % 32) * kPiece;
+    return {load_piece(g_row + min(first, last)), load_piece(g_row + min(first + kWarpPiece, last))};
+  }
+
+  // A warp's first loads.
+  __device__ __forceinline__ void read_ahead(Load (&next)[kReadAhead]) const {
+#pragma unroll
+    for (int i = 0; i < kReadAhead; ++i) next[i] = load_from(column_of(i, log_loads()), run.pieces_end() - kPiece);
+  }
+
+  // The warps read stretches in turn, each into its own list; `next`: what they have read ahead. Returns false if a
+  // list has no room left; otherwise gathers the candidates in id order.
+  __device__ __forceinline__ bool read_apart(Load (&next)[kReadAhead]) {
+    static_assert(Lists::kStretches % Shape::kThreads == 0);
     Storage& shared = selector.shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int begin = run.first_read, last_piece = run.pieces_end() - kPiece;
-    // Stretches are long enough that there are at most kStretches.
-    const int log_loads = max(0, 32 - __clz((run.size() - 1) / (kColumns * Lists::kStretches)));
-    const int loads = 1 << log_loads, log_stretch = log_loads + kLogColumns;
-    const auto column_of = [&](int load) {
-      const int stretch = (load >> log_loads) * Shape::kWarps + warp;
-      return begin + (stretch << log_stretch) + (load & loads - 1) * kColumns;
-    };
-    struct Pieces {
-      Piece of[2];
-    };
-    const auto pieces_from = [&](int column) {
-      const int first = column + lane * kPiece;
-      return Pieces{load_piece(g_row + min(first, last_piece)),
-                    load_piece(g_row + min(first + kWarpPiece, last_piece))};
-    };
-    Pieces next[kReadAhead];
-#pragma unroll
-    for (int i = 0; i < kReadAhead; ++i) next[i] = pieces_from(column_of(i));
-
+    const int log = log_loads(), loads = 1 << log, log_stretch = log + kLogLoadColumns;
     const uint32_t list = sm90::shared_address(shared.lists.entries[warp]);
     unsigned listed = 0;
     bool full = false;
-    for (int load = 0; column_of(load) < run.end && !full; load += kReadAhead) {
+    for (int load = 0; column_of(load, log) < run.end && !full; load += kReadAhead) {
 #pragma unroll
       for (int i = 0; i < kReadAhead; ++i) {
-        const int column = column_of(load + i), first = column + lane * kPiece;
-        Pieces pieces = next[i];
-        next[i] = pieces_from(column_of(load + i + kReadAhead));
-        if (!run.contains(column, kColumns)) {
+        const int column = column_of(load + i, log), first = column + lane * kPiece;
+        Load pieces = next[i];
+        next[i] = load_from(column_of(load + i + kReadAhead, log), last_piece);
+        if (!run.contains(column, kLoadColumns)) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) keep_inside(pieces.of[j], first + j * kWarpPiece);
         }
         if (lane == 0 && (load + i & loads - 1) == 0) {
-          shared.firsts[((load + i) >> log_loads) * Shape::kWarps + warp] = listed;
+          shared.firsts[((load + i) >> log) * Shape::kWarps + warp] = listed;
         }
         const Above<kPiece> above[2] = {{&pieces.of[0], threshold}, {&pieces.of[1], threshold}};
         const unsigned lane_counts = above[0].all() | above[1].all() << 16, to_lane = sum_to_lane(lane_counts);

@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   Selector<Storage> selector{shared};
   selector.clear(shared.histograms[0]);
   if (threadIdx.x == 0) shared.full = 0;
-  if (p.ctas > 1) cooperative_groups::this_cluster().barrier_arrive();
+  if (p.ctas > 1) sm90::cluster_arrive_relaxed();
   sm90::launch_dependents();
   sm90::wait_for_preceding_kernel();
   const int row = cluster_index();
@@ -168,10 +168,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   Sample<T, Shape> sample;
   for (Piece& piece : sample.pieces) leave_undefined(piece);
   if (guesses) sample.load(g_row, window);
+  typename Filter<T, Storage>::Load next[kReadAhead];
+  constexpr bool kAheadOfGuess = Shape::kCtasPerSm <= 2;  // with more, registers are few
+  if (kAheadOfGuess) filter.read_ahead(next);
   __syncthreads();
   if (guesses) filter.guess(sample, window.size());
-  if (p.ctas > 1) cooperative_groups::this_cluster().barrier_wait();  // others' shared memory may be written now
-  for (bool read_all = filter.read_apart();;) {
+  if (p.ctas > 1) sm90::cluster_wait();  // now other CTAs' shared memory may be written
+  if (!kAheadOfGuess) filter.read_ahead(next);
+  for (bool read_all = filter.read_apart(next);;) {
     if (!read_all) read_all = filter.read();
     __syncthreads();
     int ctas = 1;
