@@ -269,9 +269,11 @@ def test_plan_ctas(host_functions: ModuleType, rows: int, columns: int, num_sms:
 def test_plan_ctas_fills_the_chip(host_functions: ModuleType) -> None:
     plan = host_functions.topk_select.plan_ctas
     assert plan(1, 2**20, 132) == 8
-    assert plan(1, 131072, 132) == 4
-    assert plan(32, 32768, 132) == 4, "runs that a CTA can hold"
+    assert plan(1, 131072, 132) == 8
+    assert plan(32, 32768, 132) == 4
+    assert plan(64, 16384, 132) == 2, "runs that a CTA can hold"
     assert plan(64, 32768, 132) == 1
+    assert plan(64, 131072, 132) == 2
     assert plan(4096, 131072, 132) == 1
     assert plan(1, 1000, 132) == 1
 

@@ -1,4 +1,5 @@
 // Chooses the kernel.
+#include "config.h"
 #include "ops/indexer/indexer_logits_paged/config.h"
 #include "ops/indexer/indexer_logits_paged/params.h"
 #include "params.h"
@@ -6,10 +7,11 @@
 namespace dsa::indexer_logits {
 namespace {
 
-// Few queries take less time to score than their keys to read, at which the kernel of indexer_logits_paged is better.
-// Its logits are bitwise the same.
+// Queries whose rows one product takes need less time than it takes to read the keys, at which the kernel of
+// indexer_logits_paged is better. Its logits are bitwise the same.
 bool are_few(const Params& p) {
-  return p.seq <= indexer_logits_paged::kMaxQueries && reinterpret_cast<uintptr_t>(p.k_scale) % 16 == 0;
+  return p.seq <= indexer_logits_paged::kMaxQueries && p.seq * p.heads <= kPassRows &&
+         reinterpret_cast<uintptr_t>(p.k_scale) % 16 == 0;
 }
 
 // The queries of one sequence, of which all keys are one page.

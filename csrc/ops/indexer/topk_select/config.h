@@ -43,13 +43,16 @@ template <class Shape>
 inline constexpr int kMaxTopkOf = Shape::kHeld - kStep<Shape>;
 static_assert(kMaxTopkOf<FilterShape<false>> == kMaxTopk);
 
-// CTAs per row: as many as there are SMs for all rows, if each one's run is worth its share of the cluster's cost.
+// The longest row that `ctas` CTAs hold. More than two filter faster than they select together what they hold.
+constexpr int max_held_columns(int ctas) { return kMaxHeldRun * (ctas == 2 ? 2 : 1); }
+
+// CTAs per row: as many as there are SMs for all rows, if each one's run is worth its share of the cluster's cost. Two
+// that filter save half of the reading only.
 constexpr int plan_ctas(int64_t rows, int columns, int num_sms) {
-  constexpr int kMinHeldRun = kMaxHeldRun / 2, kMinFilteredRun = 4 * kMaxHeldRun;
+  constexpr int kMinRun = kMaxHeldRun / 2, kMinFilteredByTwo = 8 * kMaxHeldRun;
   int ctas = 1;
-  while (ctas < kMaxCtas && rows * ctas * 2 <= num_sms && columns / (ctas * 2) >= kMinHeldRun) ctas *= 2;
-  while (ctas > 1 && columns > kMaxHeldRun * ctas && columns / ctas < kMinFilteredRun) ctas /= 2;
-  return ctas;
+  while (ctas < kMaxCtas && rows * ctas * 2 <= num_sms && columns / (ctas * 2) >= kMinRun) ctas *= 2;
+  return ctas == 2 && columns > max_held_columns(2) && columns < kMinFilteredByTwo ? 1 : ctas;
 }
 
 }  // namespace dsa::topk_select

@@ -28,8 +28,11 @@ int columns_read(const Params& p) {
 
 template <class T, bool kSlots>
 const char* launch_rows_of(const Params& p, cudaStream_t stream) {
-  const sm90::Grid grid(unsigned(p.rows) * p.ctas, p.ctas, /*programmatic=*/true);
-  if (columns_read<T>(p) <= kMaxHeldRun * p.ctas) {
+  const unsigned ctas = unsigned(p.rows) * p.ctas;
+  // CTAs that start before the preceding kernel has ended gather on the SMs that it leaves first: if those of all SMs
+  // did, some SMs would have several and others none.
+  const sm90::Grid grid(ctas, p.ctas, /*programmatic=*/ctas <= unsigned(p.num_sms) / 2);
+  if (columns_read<T>(p) <= max_held_columns(p.ctas)) {
     return p.ctas == 1 ? launch_held<T, kSlots, HeldShape>(p, grid, stream)
                        : launch_held<T, kSlots, HeldClusterShape>(p, grid, stream);
   }

@@ -11,8 +11,8 @@
 // The first CTA of a cluster selects alone, if it has room for the candidates of all; else all CTAs do together.
 //
 // Ids only grow, so an entry equal to the threshold of topk better candidates is not selected. If the guess leaves
-// fewer than topk candidates, the row is filtered again without one. A run that fits into registers skips the first
-// three steps.
+// fewer than topk candidates, the row is filtered again without one. A row that one or two CTAs hold in registers skips
+// the first three steps.
 //
 // Entries are compared as unsigned integers, their keys. A selection finds its last key digit by digit, from the top,
 // with a histogram per digit.
@@ -103,8 +103,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   extern __shared__ __align__(128) char shared_bytes_[];
   using Storage = HeldStorage<T, Shape>;
   Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
-  Selector<Storage> selector{shared};
-  selector.clear(shared.histograms[0]);
   sm90::launch_dependents();
   sm90::wait_for_preceding_kernel();
   const int row = cluster_index();
@@ -127,6 +125,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     const int column = first + i / kPiece * kWarpPiece + i % kPiece;
     r[i / kPiece].values[i % kPiece] = run.contains(column, 1) ? static_cast<float>(g_row[column]) : NAN;
   }
+  Selector<Storage> selector{shared};
+  selector.clear(shared.histograms[0]);
   __syncthreads();
   unsigned keys[kKeys];
 #pragma unroll
@@ -153,14 +153,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   extern __shared__ __align__(128) char shared_bytes_[];
   using Storage = FilterStorage<T, Shape>;
   Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);
-  Selector<Storage> selector{shared};
-  selector.clear(shared.histograms[0]);
-  if (threadIdx.x == 0) shared.full = 0;
   if (p.ctas > 1) sm90::cluster_arrive_relaxed();
   sm90::launch_dependents();
   sm90::wait_for_preceding_kernel();
   const int row = cluster_index();
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
+  Selector<Storage> selector{shared};
   Filter<T, Storage> filter{selector, g_row, run_of(p, g_row, row, cluster_rank(), p.ctas), p.topk};
   // All CTAs of a cluster sample the whole row, so that they make the same guess.
   const Run window = run_of(p, g_row, row, 0, 1);
@@ -168,6 +166,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   Sample<T, Shape> sample;
   for (Piece& piece : sample.pieces) leave_undefined(piece);
   if (guesses) sample.load(g_row, window);
+  selector.clear(shared.histograms[0]);
+  if (threadIdx.x == 0) shared.full = 0;
   typename Filter<T, Storage>::Load next[kReadAhead];
   constexpr bool kAheadOfGuess = Shape::kCtasPerSm <= 2;  // with more, registers are few
   if (kAheadOfGuess) filter.read_ahead(next);
