@@ -114,7 +114,7 @@ def every_other(tensor: Tensor) -> Tensor:
 
 
 @both_dtypes
-@pytest.mark.parametrize("seq", [65, 3])
+@pytest.mark.parametrize("seq", [65, 2])
 def test_views(seq: int, dtype: torch.dtype) -> None:
     inputs = make_gpu(seq, 257, dtype=dtype)
     strided = changed(changed(inputs, every_other, "ks", "ke", "k_scale"), strided_rows, "k", "weights")
@@ -158,7 +158,7 @@ def far_apart(rows: Tensor) -> Tensor:
 
 @pytest.mark.gpu_memory(20)
 @both_dtypes
-@pytest.mark.parametrize("seq", [9, 5])
+@pytest.mark.parametrize("seq", [9, 2])
 def test_rows_more_than_2_to_the_31_elements_apart(seq: int, dtype: torch.dtype) -> None:
     inputs = make_gpu(seq, 200, dtype=dtype)
     far = changed(inputs, far_apart, "q", "k", "weights")
@@ -234,7 +234,7 @@ calls = [
     make_indexer_inputs(seq, s_kv, heads, dtype=dtype, device="cuda")
     for seq, s_kv, heads, dtype in (
         (1, 40000, 64, torch.float8_e4m3fn),
-        (5, 9001, 32, torch.float8_e4m3fn),
+        (4, 9001, 32, torch.float8_e4m3fn),
         (300, 5000, 32, torch.float8_e4m3fn),
         (70, 9000, 16, torch.bfloat16),
     )
