@@ -83,7 +83,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
     )
     paged_shapes = (1 + 3 * 2) * 2  # heads, beyond 8 with products of 64 and of 128 rows, x columns
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # heads x columns
-    select_shapes = 2 * (2 + 2)  # dtypes x CTAs that hold their part of a row or that filter it
+    select_shapes = 2 * (2 + 3)  # dtypes x shapes of CTAs that hold their part of a row or that filter it
     selection = ("UBLKCP", "ATOMS", "REDUX")
     unpacking = ("F2FP.F16.E4M3.UNPACK_B", "HMUL2.BF16_V2")
     listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")

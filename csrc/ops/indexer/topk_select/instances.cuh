@@ -1,6 +1,8 @@
 // Selects the template instance and launches it.
 #pragma once
 
+#include <algorithm>
+
 #include "kernel.cuh"
 #include "params.h"
 #include "sm90/launch.h"
@@ -15,8 +17,10 @@ const char* launch_held(const Params& p, sm90::Grid grid, cudaStream_t stream) {
 
 template <class T, bool kSlots, class Shape>
 const char* launch_filter(const Params& p, sm90::Grid grid, cudaStream_t stream) {
-  return sm90::launch_kernel<filter_topk_select_kernel<T, Shape, kSlots>>(p.device, grid, Shape::kThreads,
-                                                                          sizeof(FilterStorage<T, Shape>), stream, p);
+  constexpr int kMoreThanHalf = sm90::kMaxSharedBytes / 2 + 1024, kUsed = sizeof(FilterStorage<T, Shape>);
+  constexpr int kBytes = Shape::kCtasPerSm == 1 ? std::max(kMoreThanHalf, kUsed) : kUsed;
+  return sm90::launch_kernel<filter_topk_select_kernel<T, Shape, kSlots>>(p.device, grid, Shape::kThreads, kBytes,
+                                                                          stream, p);
 }
 
 // The columns of a row, plus those that a read of whole units covers before a row that is not 16-byte aligned.
@@ -28,14 +32,17 @@ int columns_read(const Params& p) {
 
 template <class T, bool kSlots>
 const char* launch_rows_of(const Params& p, cudaStream_t stream) {
-  const unsigned ctas = unsigned(p.rows) * p.ctas;
+  const unsigned ctas = unsigned(p.rows) * p.ctas, sms = p.num_sms;
+  const bool held = columns_read<T>(p) <= max_held_columns(p.ctas);
+  const bool lone = !held && ctas <= (p.ctas > 2 ? sms / 2 : sms);
   // CTAs that start before the preceding kernel has ended gather on the SMs that it leaves first: if those of all SMs
   // did, some SMs would have several and others none.
-  const sm90::Grid grid(ctas, p.ctas, /*programmatic=*/ctas <= unsigned(p.num_sms) / 2);
-  if (columns_read<T>(p) <= max_held_columns(p.ctas)) {
+  const sm90::Grid grid(ctas, p.ctas, /*programmatic=*/held ? ctas <= sms / 2 : lone);
+  if (held) {
     return p.ctas == 1 ? launch_held<T, kSlots, HeldShape>(p, grid, stream)
                        : launch_held<T, kSlots, HeldClusterShape>(p, grid, stream);
   }
+  if (lone) return launch_filter<T, kSlots, LoneFilterShape>(p, grid, stream);
   const bool small = p.topk <= kMaxTopkOf<FilterShape<true>> && grid.ctas > unsigned(p.num_sms);
   return small ? launch_filter<T, kSlots, FilterShape<true>>(p, grid, stream)
                : launch_filter<T, kSlots, FilterShape<false>>(p, grid, stream);

@@ -11,7 +11,7 @@
 // The first CTA of a cluster selects alone, if it has room for the candidates of all; else all CTAs do together.
 //
 // Ids only grow, so an entry equal to the threshold of topk better candidates is not selected. If the guess leaves
-// fewer than topk candidates, the row is filtered again without one. A row that one or two CTAs hold in registers skips
+// fewer than topk candidates, the row is filtered again without one. A row that CTAs hold in registers skips
 // the first three steps.
 //
 // Entries are compared as unsigned integers, their keys. A selection finds its last key digit by digit, from the top,
