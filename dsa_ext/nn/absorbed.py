@@ -81,8 +81,8 @@ def absorbed_attention(
         sm_scale, deterministic, starts, ends: see functional.sparse_mla. Causal without `starts` and `ends`.
         distribution: whether to return the attention weights too, summed over heads.
         learner: tensors of an indexer that learns to predict these weights.
-        deferred: whether the learner's loss is computed in the backward, which has the weights anyway, but for those of
-            dense rows, if attention and indexer both learn. Until then it is 0.
+        deferred: whether the learner's loss is computed in the backward, which has the weights anyway, if attention and
+            indexer both learn. Until then it is 0.
         dense_rows: so many of the first queries of each sequence list all keys up to their own, which are those of the
             same rows; without `starts` and `ends`. Their gradients, and unless the forward needs weights their values,
             are those of DenseAttention, unless gradients have to be deterministic. torch.compile gets the plain
