@@ -4,7 +4,7 @@ The attention kernels read queries of latent + rope columns, three times as many
 absorbed_attention makes these for some thousand queries at a time, forward and backward, and keeps none.
 
 The first queries of a sequence see no more keys than are selected. They attend to all of them, which DenseAttention
-computes with fewer operations. Only the weights that an indexer learns from need the absorbed form of these too.
+computes with fewer operations.
 
 torch.compile decides itself what to keep, so it gets the plain formulas, and so do the transforms of torch.func.
 """
@@ -84,9 +84,9 @@ def absorbed_attention(
         deferred: whether the learner's loss is computed in the backward, which has the weights anyway, if attention and
             indexer both learn. Until then it is 0.
         dense_rows: so many of the first queries of each sequence list all keys up to their own, which are those of the
-            same rows; without `starts` and `ends`. Their gradients, and unless the forward needs weights their values,
-            are those of DenseAttention, unless gradients have to be deterministic. torch.compile gets the plain
-            formulas.
+            same rows; without `starts` and `ends`. Their gradients, and where no weights are needed their values, are
+            those of DenseAttention, unless gradients have to be deterministic or the loss is deferred. torch.compile
+            gets the plain formulas.
     """
     heads, kv, out_weight = (as_autocast(t) for t in (heads, kv, out_weight))
     if learner is not None:
@@ -111,7 +111,7 @@ def absorbed_attention(
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     defers = deferred and learner is not None and keep and any(t.requires_grad for t in learner)
     index = learner if defers else (None,) * 3
-    if deterministic or torch.are_deterministic_algorithms_enabled():
+    if defers or deterministic or torch.are_deterministic_algorithms_enabled():
         dense_rows = 0
     asks = distribution or (learner is not None and not defers)
     out, lse, p, loss = _AbsorbedAttention.apply(
@@ -227,15 +227,6 @@ def _gradients(
         dvalues = rows.of(dout).flatten(0, 1)
         return dvalues if out_weight is None else (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))
 
-    def dist_of(rows: Queries, lse: Tensor | None = None) -> Tensor:
-        """The attention's weights, as sparse_mla_bwd returns them. No lse of dense parts is saved."""
-        q, keys, listed, visible = absorption.queries(rows), kv[rows.batch], rows.of(ids), rows.visible(starts, ends)
-        if lse is None:
-            columns = value_weight.shape[2]
-            lse = functional.sparse_mla(q, keys, listed, d_v=columns, return_lse=True, **visible, **ctx.slots)[1]
-        scaled = {"sm_scale": ctx.slots["sm_scale"], **visible}
-        return functional.attn_dist(q, keys, listed, lse, per_head_block=True, **scaled)
-
     values = []
     for rows in dense if dout is not None else ():
         attention = absorption.dense(rows, value_weight, kv, ctx.slots["sm_scale"], differentiable=attends)
@@ -256,12 +247,11 @@ def _gradients(
     del values
     if not attends and learner is None:
         return *(None,) * 4, dout_weight, *(None,) * 3
-    if learner is not None:
-        for rows in dense:
-            learner.learn(rows, rows.of(ids), dist_of(rows))
     for rows, latent, lse in zip(others, latents, lses, strict=True):
+        listed, visible = rows.of(ids), rows.visible(starts, ends)
         if dheads is None:
-            dist = dist_of(rows, lse)
+            options = {"sm_scale": ctx.slots["sm_scale"], "per_head_block": True}
+            dist = functional.attn_dist(absorption.queries(rows), kv[rows.batch], listed, lse, **visible, **options)
         else:
             dvalues = dvalues_of(rows)
             dlatent = torch.empty_like(latent)
@@ -270,8 +260,8 @@ def _gradients(
                 dvalue_weight.add(weight_gradient(dvalues, latent.flatten(0, 1)))
             q = absorption.queries(rows)
             dq, dkeys, _, dist = torch.ops.dsa.sparse_mla_bwd(
-                dlatent, q, kv[rows.batch], latent, lse, rows.of(ids), d_v=value_weight.shape[2],
-                return_dist=learner is not None, **rows.visible(starts, ends), **ctx.slots,
+                dlatent, q, kv[rows.batch], latent, lse, listed,
+                d_v=value_weight.shape[2], return_dist=learner is not None, **visible, **ctx.slots,
             )  # fmt: skip
             del q, dlatent, dvalues
             dkv.add(dkeys, rows.batch)
@@ -280,7 +270,7 @@ def _gradients(
                 dkey_weight.add(absorption.weight_gradient(dq, rows))
             del dq, dkeys
         if learner is not None:
-            learner.learn(rows, rows.of(ids), dist)
+            learner.learn(rows, listed, dist.sum(0)[:, :, 0])
     of_attention = dheads, *(gradient.result() for gradient in (dkey_weight, dvalue_weight, dkv)), dout_weight
     if learner is None:
         return *of_attention, *(None,) * 3
@@ -300,14 +290,13 @@ class _Learner:
         self.dk = _Sum(tensors.k, parts)
         self.loss = torch.zeros_like(dloss)
 
-    def learn(self, rows: Queries, ids: Tensor, dist: Tensor) -> None:
-        """From the weights by block of heads [blocks, B, S, 1, K]."""
+    def learn(self, rows: Queries, ids: Tensor, p: Tensor) -> None:
         q, k, weights = self.tensors
         with torch.enable_grad():
             given = IndexerTensors(
                 *(t.detach().requires_grad_() for t in (rows.of(q), k[rows.batch], rows.of(weights)))
             )
-            loss = _indexer_loss(given, ids, dist.sum(0)[:, :, 0], self.deterministic, "sum")
+            loss = _indexer_loss(given, ids, p, self.deterministic, "sum")
         dq, dk, dweights = torch.autograd.grad(loss, given, self.factor)
         rows.of(self.dq).copy_(dq)
         rows.of(self.dweights).copy_(dweights)

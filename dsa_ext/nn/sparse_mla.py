@@ -41,9 +41,8 @@ class SparseMLA(nn.Module):
 
     All but the dense phase without `cu_seqlens` run in the absorbed form, in which one latent row per token is key and
     value of all heads. In the sparse phase the first `topk` queries see no more keys than are selected, and attend to
-    all of them as in the dense phase, but not with `cu_seqlens`, `ids` or `cache`, under torch.compile, or with
-    deterministic algorithms. While the indexer learns, only their gradients are computed so, unless its loss is
-    deferred.
+    all of them as in the dense phase, but not with `cu_seqlens`, `ids`, `cache` or a deferred loss, under
+    torch.compile, or with deterministic algorithms. While the indexer learns, only their gradients are computed so.
 
     The indexer's input is detached: the indexer's loss trains the indexer only, and the language-model loss trains
     everything else. Add `indexer_loss` to the loss, or call backward on both.

@@ -166,41 +166,6 @@ def test_dense_rows(
         torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("dense_rows", [1, 4, SEQ])
-@pytest.mark.parametrize("queries", [3, 2 * SEQ, BATCH * SEQ])
-@pytest.mark.parametrize("learns", ["attention", "projection"])
-@pytest.mark.parametrize("used", ["both", "out", "loss"])
-def test_dense_rows_of_a_deferred_loss(
-    dense_rows: int, queries: int, learns: str, used: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever learns beside the indexer, and whichever results gradients reach."""
-    monkeypatch.setattr(absorbed, "_BYTES", queries * HEADS * (LATENT + ROPE) * 8)
-    (leaves, ids, rope), learner = make_inputs(), make_learner()
-    ids = with_complete_lists(ids, dense_rows)
-    weight = torch.linspace(-1, 1, 7 * HEADS * V, dtype=torch.float64).sin().view(7, -1).requires_grad_()
-    if learns == "projection":
-        leaves = [t.detach() for t in leaves]
-    values, _, p = plain(leaves, ids, rope)
-    expected = linear(values.flatten(2), weight), functional.indexer_loss(scores_of_keys(learner, ids[:, :, 0]), p)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out, lse, _, loss = absorbed_attention(
-            *leaves, ids, rope, sm_scale=SCALE, out_weight=weight, learner=learner, deferred=True, dense_rows=dense_rows
-        )
-    latents = sum(len(t.flatten(0, -2)) for t in kept if t.shape[2:] == (HEADS, LATENT))
-    assert latents == BATCH * (SEQ - dense_rows) * HEADS
-    assert lse is None
-    assert loss == 0
-    torch.testing.assert_close(out, expected[0])
-    wanted = [t for t in (*leaves, weight, *learner) if t.requires_grad]
-    gradients = []
-    for o, value in ((out, loss), expected):
-        total = (o.sin().sum() if used != "loss" else 0) + (0.3 * value if used != "out" else 0)
-        gradients.append(torch.autograd.grad(total, wanted, allow_unused=True))
-    torch.testing.assert_close(*gradients)
-    torch.testing.assert_close(loss, expected[1] if used != "out" else torch.zeros_like(loss))
-
-
 @pytest.mark.parametrize("by", ["argument", "torch"])
 def test_dense_rows_of_deterministic_calls(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the same bits as listed keys."""

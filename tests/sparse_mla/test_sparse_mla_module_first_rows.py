@@ -8,36 +8,31 @@ from test_sparse_mla_module import TOPK, make_input, make_layer, total
 from torch import Tensor
 
 from dsa_ext.nn import absorption
-from dsa_ext.nn.sparse_mla import IndexerLoss
 
 
 @pytest.mark.parametrize("seq", [3, TOPK, 9])
 @pytest.mark.parametrize("plain_output", [False, True])
 def test_the_first_queries(seq: int, plain_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """See no more keys than are selected: their attention is dense, with the results and the gradients of listed keys,
-    which all queries have with deterministic gradients. With a deferred loss their forward is dense too."""
+    which all queries have with deterministic gradients."""
     layer, x = make_layer(), make_input(seq=seq).requires_grad_()
     if not plain_output:
         layer.o_proj.register_forward_hook(lambda *_: None)
     rows = dense_rows_of(monkeypatch)
 
-    def results(where: IndexerLoss) -> tuple[Tensor, ...]:
-        layer.indexer_loss = where
+    def results() -> tuple[Tensor, ...]:
         result = layer(x)
         loss = result.out.sin().sum() + result.indexer_loss
         return result.out, result.indexer_loss, *torch.autograd.grad(loss, [x, *layer.parameters()])
 
     torch.use_deterministic_algorithms(True)
     try:
-        expected, deferred = results("forward"), results("deferred")
+        expected = results()
     finally:
         torch.use_deterministic_algorithms(False)
     assert not rows
-    torch.testing.assert_close(deferred, expected)
-    for where, passes in (("forward", 1), ("deferred", 2)):
-        torch.testing.assert_close(results(where), expected)
-        assert rows == [min(seq, TOPK)] * (1 if seq <= TOPK else 2) * passes
-        rows.clear()
+    torch.testing.assert_close(results(), expected)
+    assert rows == [min(seq, TOPK)] * (1 if seq <= TOPK else 2)
     with torch.no_grad():
         torch.testing.assert_close(layer(x).out, expected[0])
 

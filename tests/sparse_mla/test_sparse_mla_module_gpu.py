@@ -100,14 +100,6 @@ def test_step_with_the_same_selection(sizes: tuple[int, int, int], precision: st
     check(dict(got), step(expected, x.double().cpu()))
 
 
-@pytest.mark.parametrize("topk", [64, SEQ])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_step_with_a_deferred_loss(heads: int, topk: int) -> None:
-    x = make_input()
-    deferred, expected = (step(make_layer(heads, topk=topk, indexer_loss=w), x) for w in ("deferred", "forward"))
-    check(deferred, expected)
-
-
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("hadamard", [False, True])
@@ -168,10 +160,9 @@ def test_without_gradients(phase: Any) -> None:
 
 
 @pytest.mark.parametrize("seq", [1024, 1500])
-@pytest.mark.parametrize("where", ["forward", "deferred"])
-def test_memory_of_the_first_queries(where: Any, seq: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_first_queries(seq: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their attention keeps nothing, and needs no more than that to listed keys."""
-    layer, x = make_layer(128, topk=1024, indexer_loss=where), make_input(1, seq)
+    layer, x = make_layer(128, topk=1024), make_input(1, seq)
     kept, peaks = [], []
     for dense in (False, True):
         if not dense:
