@@ -27,7 +27,8 @@ const char* launch_columns(Params p, int64_t queries, cudaStream_t stream) {
                                                              sizeof(PairStorage<kQk>), stream, p, maps.q, maps.dout);
     }
     if (error == nullptr) {
-      error = launch_kernel<dq_kernel<kQk>>(p.device, unsigned(2 * items), kDqThreads, sizeof(DqStorage<kQk>), stream, p);
+      error =
+          launch_kernel<dq_kernel<kQk>>(p.device, unsigned(2 * items), kDqThreads, sizeof(DqStorage<kQk>), stream, p);
     }
   }
   return error;

@@ -20,14 +20,14 @@ inline const char* encode_maps(Maps& maps, const Params& p, int heads, int posit
   const auto contiguous = [&](void* data, int columns) {
     const int64_t row = int64_t(p.heads) * columns;
     return sm90::HeadTensor{data,    columns,      group_heads, p.groups,
-                      p.seq_q, p.batch,      columns,     int64_t(group_heads) * columns,
-                      row,     p.seq_q * row};
+                            p.seq_q, p.batch,      columns,     int64_t(group_heads) * columns,
+                            row,     p.seq_q * row};
   };
   const sm90::HeadBox box{.heads = heads, .positions = positions};
   if (!sm90::encode_head_tensor(&maps.q,
-                          {p.q, p.d_qk, group_heads, p.groups, p.seq_q, p.batch, p.q_stride_h,
-                           group_heads * p.q_stride_h, p.q_stride_s, p.q_stride_b},
-                          box)) {
+                                {p.q, p.d_qk, group_heads, p.groups, p.seq_q, p.batch, p.q_stride_h,
+                                 group_heads * p.q_stride_h, p.q_stride_s, p.q_stride_b},
+                                box)) {
     return "no tensor map for q";
   }
   if (!sm90::encode_head_tensor(&maps.dout, contiguous(const_cast<void*>(p.dout), p.d_v), box)) {
