@@ -7,8 +7,8 @@
 namespace dsa::indexer_logits {
 namespace {
 
-// Queries whose rows one product takes need less time than it takes to read the keys, at which the kernel of
-// indexer_logits_paged is better. Its logits are bitwise the same.
+// If all rows of Q are one product, the call is limited by reading the keys, for which the kernel of
+// indexer_logits_paged is faster. Its logits are bitwise the same.
 bool are_few(const Params& p) {
   return p.seq <= indexer_logits_paged::kMaxQueries && p.seq * p.heads <= kPassRows &&
          reinterpret_cast<uintptr_t>(p.k_scale) % 16 == 0;

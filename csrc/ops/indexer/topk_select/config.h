@@ -36,7 +36,7 @@ inline constexpr int kMaxHeldRun = HeldShape::kHeld;
 // shape is for small topk; and for rows that fill the GPU, because a lone CTA on an SM should have many warps.
 template <bool kSmall>
 using FilterShape = std::conditional_t<kSmall, Shape<256, 4, 10, 4>, Shape<kThreads, 4, 11, 2>>;
-// For CTAs that leave SMs idle: no SM takes two of them.
+// For grids of at most one CTA for each SM: launch_filter pads shared memory so that no SM takes two.
 using LoneFilterShape = Shape<kThreads, 4, 11, 1>;
 inline constexpr int kStepPieces = 2;  // that a thread reads at a time
 template <class Shape>
@@ -46,7 +46,7 @@ inline constexpr int kMaxTopkOf = Shape::kHeld - kStep<Shape>;
 static_assert(kMaxTopkOf<FilterShape<false>> == kMaxTopk);
 
 // The longest row that `ctas` CTAs hold. Eight filter faster than they select together what they hold.
-constexpr int max_held_columns(int ctas) { return kMaxHeldRun * (ctas == kMaxCtas ? 1 : ctas); }
+constexpr int max_held_columns(int ctas) { return ctas == kMaxCtas ? 0 : kMaxHeldRun * ctas; }
 
 // CTAs per row: as many as there are SMs for all rows, if each one's run is worth its share of the cluster's cost. Two
 // that filter save half of the reading only.

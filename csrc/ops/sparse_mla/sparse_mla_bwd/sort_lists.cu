@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kSortThreads)
     keys[i] = key_of(i * kSortThreads);
     ascends &= keys[i] <= key_of(i * kSortThreads + 1);
   }
-  // Equal keys are alike, so that it does not matter which thread has which slots before.
+  // The sort expects a thread's slots to be neighbors. Since there are no values, their order before does not matter.
   if (!__syncthreads_and(ascends)) Sort(s_sort).SortBlockedToStriped(keys, 0, 32 - __clz(p.seq_kv));
 
   int* g_list = g_sorted + static_cast<int64_t>(blockIdx.x) * p.topk + first;

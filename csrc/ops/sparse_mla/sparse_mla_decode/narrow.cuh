@@ -12,12 +12,13 @@
 //                                                    each key of tile j+3 to the registers of
 //                                                    one that is unpacked
 //   value 1 (back)    probs_written                  O[:, 256:512) = O * rescale + P V            probs_read
-//                                                    the same of the other columns; the tail of   full_back[j+2]
-//                                                    tile j+2 is copied, which arrives by itself
+//                                                    the same of the other columns; copies the    full_back[j+2]
+//                                                    tail of tile j+2 by cp.async
 //   value 0, 1        finished                       scale and store O
 //
-// Unpacking overlaps with the products of values, whose end it does not await: only stores to the tile do. With 16
-// heads it begins when these products have been started, with 32 heads between them: there they take longer.
+// Unpacking overlaps with the products of values: with 16 heads it begins when they have been started. With 32 heads,
+// whose products take longer, the first key's first half of the columns is unpacked between them, the second key's
+// after they have been started, and the other halves when they are complete.
 //
 // P is double-buffered, so that the scores of a tile need not wait for the values of the one before.
 //
