@@ -115,10 +115,10 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             (*MLA, "REDG"),
             bwd_others,
         ),
-        # One instance per number of columns.
+        # Columns x adding to sums or storing rows x without and with sums of P.
         "sparse_mla_bwd/launch_pairs": Kernels(
             "sparse_mla_bwd_pair_kernel",
-            2,
+            2 * 2 * 2,
             4 * 128,
             ("HGMMA", "UTMALDG", "UBLKCP", "LDGSTS", "SYNCS", "STSM", "USETMAXREG", "REDG"),
             ("dq_kernelILi512", "dq_kernelILi576"),

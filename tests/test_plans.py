@@ -173,20 +173,28 @@ def test_plan_items(host_functions: ModuleType, items: int, topk: int, num_sms: 
         assert parts * host_functions.sparse_mla_fwd.block_k <= topk, "a part without keys"
 
 
-@given(items=st.integers(1, 2**10), topk=st.integers(1, 2**20), num_sms=st.integers(1, 200))
-def test_queries_at_once(host_functions: ModuleType, items: int, topk: int, num_sms: int) -> None:
-    queries = host_functions.sparse_mla_bwd.queries_at_once(items, topk, 576, num_sms)
-    assert queries == 1 or queries * items * topk * 576 * 2 <= 2**30
+@given(groups=st.integers(1, 2**10), topk=st.integers(1, 2**20), num_sms=st.integers(1, 200))
+def test_queries_at_once(host_functions: ModuleType, groups: int, topk: int, num_sms: int) -> None:
+    queries = host_functions.sparse_mla_bwd.queries_at_once(groups, topk, 576, num_sms)
+    assert queries == 1 or queries * groups * topk * 576 * 2 <= 2**30
 
 
-@given(queries=st.integers(1, 2**30), groups=st.integers(1, 8), topk=st.integers(1, 2**20), num_sms=st.integers(2, 200))
-def test_pair_queries_at_once(host_functions: ModuleType, queries: int, groups: int, topk: int, num_sms: int) -> None:
-    """Launches of about equal size, of whole waves of pairs, whose dS takes at most 1 GiB."""
-    at_once = host_functions.sparse_mla_bwd.pair_queries_at_once(queries, groups, topk, num_sms)
-    wave = max(1, num_sms // 2 // groups)
+@given(
+    queries=st.integers(1, 2**30),
+    groups=st.integers(1, 8),
+    topk=st.integers(1, 2**20),
+    row_bytes=st.sampled_from([0, 1024, 1152]),
+    num_sms=st.integers(2, 200),
+)
+def test_pair_queries_at_once(
+    host_functions: ModuleType, queries: int, groups: int, topk: int, row_bytes: int, num_sms: int
+) -> None:
+    """Launches of about equal size, of whole waves of pairs if they have room, whose dS and rows take at most 1 GiB."""
+    at_once = host_functions.sparse_mla_bwd.pair_queries_at_once(queries, groups, topk, row_bytes, num_sms)
+    wave, size = max(1, num_sms // 2 // groups), groups * (-(-topk // 64) * 2 * 64 * 64 * 2 + topk * row_bytes)
     assert 1 <= at_once <= queries
-    assert at_once == queries or at_once % wave == 0
-    assert at_once <= wave or at_once * groups * -(-topk // 64) * 2 * 64 * 64 * 2 <= 2**30
+    assert at_once == queries or at_once % wave == 0 or wave * size > 2**30
+    assert at_once == 1 or at_once * size <= 2**30
     launches = -(-queries // at_once)
     assert launches == 1 or queries - (launches - 1) * at_once > at_once - launches * wave
 
@@ -249,6 +257,11 @@ def test_queries_at_once_fill_waves(host_functions: ModuleType) -> None:
     queries_at_once = host_functions.sparse_mla_bwd.queries_at_once
     assert queries_at_once(1, 2048, 576, 132) == 3 * 132
     assert queries_at_once(2, 2048, 576, 132) == 3 * 132 // 2
+    pair_queries_at_once = host_functions.sparse_mla_bwd.pair_queries_at_once
+    assert pair_queries_at_once(8192, 1, 2048, 0, 132) == 25 * 66
+    assert pair_queries_at_once(8192, 1, 2048, 1152, 132) == 5 * 66
+    assert pair_queries_at_once(8192, 2, 2048, 1152, 132) == 5 * 33
+    assert pair_queries_at_once(8192, 1, 30000, 1152, 132) == 66 // 3
 
 
 def test_plan_items_fills_the_chip(host_functions: ModuleType) -> None:

@@ -113,4 +113,17 @@ __device__ __forceinline__ void store_rows(Row* g_first, int stride, const Ids& 
   }
 }
 
+// The same for 16 columns, a half of the 32 from g_first on.
+template <class Row, class Ids, class Accumulator>
+__device__ __forceinline__ void store_half_rows(Row* g_first, int half, int stride, const Ids& warp_ids,
+                                                const Accumulator& r_row, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = lane / 4 + 8 * r, i = 2 * r;
+    if (warp_ids[row] < 0) continue;
+    reinterpret_cast<uint2*>(g_first + row * stride)[lane % 4 * 2 + half] = {pack_bf16(r_row(i), r_row(i + 1)),
+                                                                             pack_bf16(r_row(i + 4), r_row(i + 5))};
+  }
+}
+
 }  // namespace dsa::tiles

@@ -11,7 +11,7 @@ namespace dsa::sparse_mla_bwd {
 inline constexpr int kBlockK = 64;      // keys in one tile
 inline constexpr int kBlockHeads = 64;  // heads in one CTA
 
-// Blocks of heads, and so items, per group.
+// Blocks of heads per group. Two are a pair of CTAs.
 constexpr int head_blocks(int heads, int groups) { return (heads / groups + kBlockHeads - 1) / kBlockHeads; }
 
 enum Role { kFrontRole, kBackRole, kScoreRole };
@@ -45,8 +45,8 @@ inline constexpr int kThreads = 384;  // two gradient warpgroups, one score warp
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 inline constexpr int kMaxRegisters = 3 * 168;  // per thread at launch, summed over the three warpgroups
 
-// How (query, head block) items are split: the first `whole` are one CTA each. The rest, which would leave most of the
-// GPU idle, are split over keys into `parts` CTAs each.
+// How items, a query's groups, are split: the first `whole` are one CTA, or a pair of CTAs, each. The rest, which
+// would leave most of the GPU idle, are split over keys into `parts` CTAs, or pairs, each.
 struct Plan {
   int64_t whole;
   int parts;
@@ -66,18 +66,21 @@ constexpr int64_t most_ctas(int64_t most_items, int num_sms) { return (most_item
 // more; if there are many items, they fill whole waves of CTAs.
 inline constexpr int64_t kRowBytes = int64_t{1} << 30;
 
-constexpr int64_t queries_at_once(int64_t items_of_query, int topk, int d_qk, int num_sms) {
+constexpr int64_t queries_at_once(int64_t groups, int topk, int d_qk, int num_sms) {
   const int64_t items = kRowBytes / (int64_t{topk} * d_qk * 2);
-  return std::max<int64_t>(1, (items - (items > num_sms ? items % num_sms : 0)) / items_of_query);
+  return std::max<int64_t>(1, (items - (items > num_sms ? items % num_sms : 0)) / groups);
 }
 
-// Queries per launch of pairs of CTAs. Their dS takes at most kRowBytes, unless that of one wave of pairs takes more;
-// all launches but the last one fill whole waves.
-constexpr int64_t pair_queries_at_once(int64_t queries, int groups, int topk, int num_sms) {
+// Queries per launch of pairs of CTAs. Their dS and, in a deterministic call, their rows of dkv, of `row_bytes` bytes
+// for each slot, take at most kRowBytes, unless a single query takes more. All launches but the last one fill whole
+// waves, or, with long lists, which are split by keys, an equal part of a wave.
+constexpr int64_t pair_queries_at_once(int64_t queries, int groups, int topk, int row_bytes, int num_sms) {
   const int64_t wave = std::max(1, num_sms / 2 / groups), tiles = (topk + kBlockK - 1) / kBlockK;
-  const int64_t room = std::max(wave, kRowBytes / (tiles * groups * 2 * kBlockHeads * kBlockK * 2) / wave * wave);
+  const int64_t bytes = groups * (tiles * (2 * kBlockHeads * kBlockK * 2) + int64_t{topk} * row_bytes);
+  const int64_t fit = std::max<int64_t>(1, kRowBytes / bytes);
+  const int64_t step = fit < wave ? wave / ((wave + fit - 1) / fit) : wave, room = fit / step * step;
   const int64_t launches = (queries + room - 1) / room, share = (queries + launches - 1) / launches;
-  return std::min(queries, (share + wave - 1) / wave * wave);
+  return std::min(queries, (share + step - 1) / step * step);
 }
 
 constexpr bool has_tail(const Config& c) { return c.d_qk > c.d_v; }

@@ -51,12 +51,12 @@ const char* launch_main(const Params& p, int64_t ctas, int split_items, cudaStre
 // their rows of dkv.
 template <bool kDeterministic>
 const char* launch_queries(Params& p, int64_t first_query, int64_t queries, cudaStream_t stream) {
-  const int64_t items_of_query = int64_t(p.groups) * head_blocks(p.heads, p.groups);
-  const Plan plan = plan_items(queries * items_of_query, p.topk, p.num_sms);
-  p.first_item = int(first_query * items_of_query);
+  p.first_item = int(first_query * p.groups);
+  if (p.pairs) return launch_pairs(p, queries, stream);
+  const Plan plan = plan_items(queries * p.groups, p.topk, p.num_sms);
   p.whole_items = int(plan.whole);
   p.parts = plan.parts;
-  const int split_items = int(queries * items_of_query - plan.whole);
+  const int split_items = int(queries * p.groups - plan.whole);
   return launch_main<false, kDeterministic>(p, plan.whole + split_items * plan.parts, split_items, stream);
 }
 
@@ -66,20 +66,30 @@ constexpr int kSlotThreads = 256;
 __global__ void __launch_bounds__(kSlotThreads) list_slots_kernel(const __grid_constant__ Params p, int slots) {
   const int i = blockIdx.x * kSlotThreads + threadIdx.x;
   if (i >= slots) return;
-  const int blocks = head_blocks(p.heads, p.groups), slot = i % p.topk, row = i / p.topk, group = row % p.groups;
-  const int query = p.first_item / (p.groups * blocks) + row / p.groups, b = query / p.seq_q, s = query % p.seq_q;
+  const int slot = i % p.topk, item = p.first_item + i / p.topk, group = item % p.groups;
+  const int query = item / p.groups, b = query / p.seq_q, s = query % p.seq_q;
   const int id = p.indices[b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g + slot];
   const bool visible = slot < tiles::used_slots(p, b, s) && tiles::visible_ids(p, b, s).has(id);
   p.dkv.slot_keys[0][i] = visible ? (unsigned(b) * p.seq_kv + id) * p.groups + group : unsigned(p.dkv.keys);
-  p.dkv.slot_rows[0][i] = unsigned(row) * blocks * p.topk + slot;
+  p.dkv.slot_rows[0][i] = unsigned(i);
 }
 
-// All queries, in one launch, add to fp32 sums of dkv.
+const char* clear_finished(const Params& p, cudaStream_t stream) {
+  if (p.finished == nullptr) return nullptr;
+  const cudaError_t cleared = cudaMemsetAsync(p.finished, 0, sizeof(int), stream);
+  return cleared == cudaSuccess ? nullptr : cudaGetErrorString(cleared);
+}
+
+// All queries add to fp32 sums of dkv: in one launch, or in as many as dS of pairs needs.
 const char* launch_adding(Params p, int64_t queries, cudaStream_t stream) {
-  if (p.pairs && queries > 0) return launch_pairs(p, queries, stream);
-  const char* error = clear_finished(p, stream);
-  if (error != nullptr || queries == 0) return error;
-  return launch_queries<false>(p, 0, queries, stream);
+  const char* error = nullptr;
+  for (int64_t first = 0; error == nullptr && first < queries; first += p.queries_at_once) {
+    error = clear_finished(p, stream);
+    if (error == nullptr) {
+      error = launch_queries<false>(p, first, std::min(p.queries_at_once, queries - first), stream);
+    }
+  }
+  return error;
 }
 
 // The same with merged lists, in as many launches as entries need.

@@ -10,7 +10,8 @@
 
 namespace dsa::sparse_mla_bwd {
 
-// All queries, by pairs of CTAs, add to fp32 sums of dkv. Returns null, or a text that says what failed.
+// Launches dq of `queries` queries from p.first_item on by pairs of CTAs, with their additions to dkv or, in a
+// deterministic call, their rows of dkv. Returns null, or a text that says what failed.
 const char* launch_pairs(Params p, int64_t queries, cudaStream_t stream);
 
 // Tensor maps of q, dout and dq with boxes of `heads` heads of some positions.
@@ -34,12 +35,6 @@ inline const char* encode_maps(Maps& maps, const Params& p, int heads, int posit
     return "no tensor map for dout";
   }
   return sm90::encode_head_tensor(&maps.dq, contiguous(p.dq, p.d_qk), box) ? nullptr : "no tensor map for dq";
-}
-
-inline const char* clear_finished(const Params& p, cudaStream_t stream) {
-  if (p.finished == nullptr) return nullptr;
-  const cudaError_t cleared = cudaMemsetAsync(p.finished, 0, sizeof(int), stream);
-  return cleared == cudaSuccess ? nullptr : cudaGetErrorString(cleared);
 }
 
 }  // namespace dsa::sparse_mla_bwd

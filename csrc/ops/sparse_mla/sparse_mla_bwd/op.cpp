@@ -85,22 +85,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
   params.deterministic = deterministic;
 
   const int64_t queries = heads > 0 ? batch * seq_q : 0, keys = batch * seq_kv * groups;
-  const int64_t items_of_query = groups * head_blocks(params.heads, params.groups);
   params.queries_at_once = queries;
-  if (deterministic && queries > 0) {
-    const int64_t room = queries_at_once(items_of_query, params.topk, params.d_qk, params.num_sms);
-    params.queries_at_once = std::min(queries, room);
-  }
-  params.pairs = !deterministic && !return_dist && queries > 0 && heads / groups > kBlockHeads;
+  params.pairs = queries > 0 && heads / groups > kBlockHeads;
   if (params.pairs) {
-    params.queries_at_once = pair_queries_at_once(queries, params.groups, params.topk, params.num_sms);
+    const int row_bytes = deterministic ? params.d_qk * 2 : 0;
+    params.queries_at_once = pair_queries_at_once(queries, params.groups, params.topk, row_bytes, params.num_sms);
+  } else if (deterministic && queries > 0) {
+    const int64_t room = queries_at_once(groups, params.topk, params.d_qk, params.num_sms);
+    params.queries_at_once = std::min(queries, room);
   }
   const int64_t tiles_of_pairs =
       params.pairs ? params.queries_at_once * groups * ((params.topk + kBlockK - 1) / kBlockK) : 0;
   Tensor dscores = empty({tiles_of_pairs, 2 * kBlockHeads, kBlockK}, ScalarType::BFloat16, call.index);
   params.dscores = dscores.data_ptr();
   const auto parts_of = [&](int64_t queries_of_launch) {
-    const int64_t items = queries_of_launch * items_of_query;
+    const int64_t items = queries_of_launch * groups;
     const Plan plan = plan_items(items, params.topk, params.num_sms);
     return (items - plan.whole) * plan.parts;
   };
@@ -123,10 +122,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
   params.dkv.keys = keys;
   params.dkv.columns = params.d_qk;
   params.dkv.device = call.index;
-  params.dkv.blocks = head_blocks(params.heads, params.groups);
-  params.dkv.block_stride = params.topk;
-  const auto dkv_buffers = key_sums::allocate(params.dkv, {batch, seq_kv, groups, d_qk}, adds_up, slots,
-                                              params.queries_at_once * items_of_query * params.topk);
+  params.dkv.blocks = 1;
+  const auto dkv_buffers = key_sums::allocate(params.dkv, {batch, seq_kv, groups, d_qk}, adds_up, slots, slots);
   if (!deterministic) {
     const int64_t sum_bytes = keys * d_qk * static_cast<int64_t>(sizeof(float));
     params.finished = sum_bytes > kKeepApart ? static_cast<int*>(finished.data_ptr()) : nullptr;

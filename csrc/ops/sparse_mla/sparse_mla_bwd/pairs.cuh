@@ -1,7 +1,8 @@
 // Sparse MLA backward of more than 64 heads: a pair of CTAs (a cluster of 2) takes a query's group, over all its keys
 // or a part of them (split items). Each scores one block of 64 heads and adds half of the columns of dkv, of all heads:
 // half as many additions as with a CTA for each block. For that the CTAs send each other P and dS, which are small.
-// There is no room to accumulate dQ beside; dS is stored, and dq_kernel (pairs_dq.cuh) multiplies it by the keys.
+// In a deterministic call, one row per slot is stored instead, of all heads. There is no room to accumulate dQ beside;
+// dS is stored, and dq_kernel (pairs_dq.cuh) multiplies it by the keys.
 //
 // Warp specialization: four warpgroups. Who does what, for tile j of 64 keys:
 //
@@ -9,6 +10,7 @@
 //   score       0          224        S = Q K^T, dP = dO V^T; P, dS           ring_full              ring_free
 //                                     stores and sends them                   probs_free of j-1      probs_full of both
 //   gradients   1, 2       112        its columns of dkv = P^T dO + dS^T Q    probs_full             probs_free of both
+//                                     the first: sums of P over own heads
 //   gather      3          56         keys, in parts of three chunks          ring_free              ring_full
 //
 // Shared memory holds Q and dO of all heads for this CTA's half of the columns, and the tail of Q. The other half of
@@ -208,15 +210,16 @@ __device__ __forceinline__ void multiply_pair(PairStorage<kQk>& shared, int firs
   warpgroup_commit_batch();
 }
 
-// One of the two gradient warpgroups: two chunks of dkv, and 16 columns of the tail.
-template <int kQk>
+// One of the two gradient warpgroups: two chunks of dkv, and 16 columns of the tail. The first one also writes the sums
+// of P over the heads of the own block, if kDist.
+template <int kQk, bool kDeterministic, bool kDist>
 __device__ __forceinline__ void add_pair(PairStorage<kQk>& shared, const Params& p, const Item& item, int rank,
                                          int half, int thread) {
   using namespace cute;
   constexpr bool kTail = kQk > 512;
   constexpr int kColumns = kHalfChunks / 2 * kChunkColumns;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads;
-  float* g_sums = item.place(p).g_sums;
+  const ItemPlace place = item.place(p);
   Tensor r_dkv = partition_fragment_C(TransposedMma<kColumns>{}, Shape<_64, Int<kColumns>>{});
   Tensor r_tail = partition_fragment_C(TransposedMma<16>{}, Shape<_64, _16>{});
   const uint32_t peer_free = remote_address(&shared.probs_free, rank ^ 1);
@@ -231,35 +234,41 @@ __device__ __forceinline__ void add_pair(PairStorage<kQk>& shared, const Params&
   for (int j = 0; j < item.tiles; ++j) {
     wait(&shared.probs_full, j % 2);
     if (!any_visible(shared.visible[j % kIdSlots])) {
+      __syncwarp();  // all lanes have read the ids of the tile before
       release();
       continue;
     }
     const int* warp_ids = shared.ids[j % kIdSlots] + warp * 16;
     if constexpr (kTail)
       multiply_pair<16, true>(shared, kHalfChunks * kPairChunk, rank * 32 + half * 16, r_tail, thread);
+    [[maybe_unused]] KeySums sums;
+    if constexpr (kDist) {
+      if (half == 0) sums.multiply(shared.probs[rank], shared.ones, thread);
+    }
     multiply_pair<kColumns, false>(shared, half * (kHalfChunks / 2) * kPairChunk, 0, r_dkv, thread);
     warpgroup_wait<0>();
     release();
     warpgroup_fence_operand(r_dkv);
-    if constexpr (kTail) {
-      // Sixteen columns: a quad has 64 bytes of its rows.
-      warpgroup_fence_operand(r_tail);
+    if constexpr (kTail) warpgroup_fence_operand(r_tail);
+    if constexpr (kDeterministic) {
+      Bf16* g_rows = place.g_rows + (j * kBlockK + warp * 16) * kQk;
+      if constexpr (kTail) store_half_rows(g_rows + 512 + rank * 32, half, kQk, warp_ids, r_tail, lane);
+      store_rows(g_rows + columns, kQk, warp_ids, r_dkv, lane);
+    } else {
+      if constexpr (kTail) {
+        // Sixteen columns: a quad has 64 bytes of its rows.
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int id = warp_ids[lane / 4 + 8 * r];
-        float* g_row = g_sums + int64_t{id} * (p.groups * kQk) + 512 + rank * 32 + half * 16 + lane % 4 * 4;
-        add_to_global(g_row, id >= 0, r_tail(2 * r), r_tail(2 * r + 1), r_tail(2 * r + 4), r_tail(2 * r + 5));
+        for (int r = 0; r < 2; ++r) {
+          const int id = warp_ids[lane / 4 + 8 * r];
+          float* g_row = place.g_sums + int64_t{id} * (p.groups * kQk) + 512 + rank * 32 + half * 16 + lane % 4 * 4;
+          add_to_global(g_row, id >= 0, r_tail(2 * r), r_tail(2 * r + 1), r_tail(2 * r + 4), r_tail(2 * r + 5));
+        }
       }
+      const auto row_of = [&](int n) { return sum_row(place.g_sums + columns, p.groups * kQk, warp_ids, n, lane); };
+      add_rows(row_of, r_dkv, lane);
     }
-    swap_quads(r_dkv, lane);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const SumRow row_of = sum_row(g_sums + columns, p.groups * kQk, warp_ids, n, lane);
-#pragma unroll
-      for (int i = n / 2 * 2 + n % 2 * 8; i < r_dkv.size(); i += 16) {
-        add_to_global(row_of.g_columns + i / 16 * kScatterColumns, row_of.wanted, r_dkv(i), r_dkv(i + 1), r_dkv(i + 4),
-                      r_dkv(i + 5));
-      }
+    if constexpr (kDist) {
+      if (half == 0) sums.write(place, item.dist(p), j, warp, lane);
     }
   }
   if (half == 0 && thread == 0 && p.finished != nullptr) atomicAdd(p.finished, 1);
@@ -320,7 +329,7 @@ __device__ __forceinline__ void gather_pair(PairStorage<kQk>& shared, const Para
   }
 }
 
-template <int kQk>
+template <int kQk, bool kDeterministic, bool kDist>
 __global__ void __launch_bounds__(kPairThreads, 1)
     sparse_mla_bwd_pair_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
                                const __grid_constant__ CUtensorMap dout_map) {
@@ -340,6 +349,10 @@ __global__ void __launch_bounds__(kPairThreads, 1)
     barrier_init(&shared.dots_full, 2 * kWarpsPerWarpgroup);
     fence_barrier_init();
   }
+  if constexpr (kDist) {
+    if (threadIdx.x < kOnes) shared.ones[threadIdx.x] = Bf16(1.f);
+    fence_async_proxy();
+  }
   cute::cluster_sync();
   if (warpgroup == 0) {
     set_registers<kScoreRegisters, kPairStart>();
@@ -349,7 +362,7 @@ __global__ void __launch_bounds__(kPairThreads, 1)
     gather_pair(shared, p, item, rank, thread);
   } else {
     set_registers<kAddRegisters, kPairStart>();
-    add_pair(shared, p, item, rank, warpgroup - 1, thread);
+    add_pair<kQk, kDeterministic, kDist>(shared, p, item, rank, warpgroup - 1, thread);
   }
   cute::cluster_sync();  // the peer may still send, and arrive at barriers
 }

@@ -26,6 +26,7 @@ struct PairStorage {
   uint32_t visible[kIdSlots][4];  // see publish_visible
   float dots[kBlockHeads];        // sum(dO * O) of the own block's rows
   uint64_t inputs_full, dots_full, ring_full[kRingSlots], ring_free[kRingSlots], probs_full, probs_free;
+  alignas(128) Bf16 ones[kOnes];  // only used by instances that write sums of P
 };
 
 // Rows [row, row + 8] of a block of heads as fragments of wgmma, 256 columns from g_first on. Four lanes load 32

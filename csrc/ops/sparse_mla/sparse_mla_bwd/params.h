@@ -7,8 +7,8 @@
 
 namespace dsa::sparse_mla_bwd {
 
-// One launch of the main kernel takes items [first_item, ...), each a block of up to kBlockHeads heads of a query's
-// group; or, with merged lists, the items of `lists`.
+// One launch of the main kernel takes items [first_item, ...), each a query's group: up to kBlockHeads heads, or twice
+// as many for a pair of CTAs; or, with merged lists, the items of `lists`.
 struct Params : sparse_mla::Problem {
   const void* dout;   // bf16 [batch, seq_q, heads, d_v], contiguous
   const void* out;    // like dout
@@ -22,7 +22,7 @@ struct Params : sparse_mla::Problem {
   float* dist;        // [head blocks, batch, seq_q, groups, topk], zero: P summed over the heads of a block; or null
   int* finished;      // [1]: number of finished CTAs; null if no CTA waits for others
 
-  // dkv [batch, seq_kv, groups, d_qk]. Slots: those of one launch's queries and groups; rows: one per item and slot.
+  // dkv [batch, seq_kv, groups, d_qk]. Slots: those of one launch's queries and groups; rows: one per slot.
   key_sums::Params dkv;
 
   int64_t queries_at_once;  // per launch

@@ -105,19 +105,18 @@ __device__ __forceinline__ void wait_for_earlier_waves(const Params& p) {
 
 // Sums of P over the heads of a tile's rows, one for each key: the product of P^T and a matrix of ones, whose columns
 // are all the same.
-template <Config kC>
 struct KeySums {
   float r_sums[4];
 
-  // Issues and commits the product. P has been written.
-  __device__ __forceinline__ void multiply(SharedStorage<kC>& shared, int thread) {
+  // Issues and commits the product. P of 64 heads has been written; `s_ones`: kOnes ones.
+  __device__ __forceinline__ void multiply(const Bf16* s_probs, const Bf16* s_ones, int thread) {
     using namespace cute;
     using Atom = SM90_64x8x16_F32BF16BF16_SS<GMMA::Major::MN, GMMA::Major::K>;
-    Tensor s_p = make_tensor(make_smem_ptr(shared.probs), ColumnsByRows<kBlockK>{});
+    Tensor s_p = make_tensor(make_smem_ptr(s_probs), ColumnsByRows<kBlockK>{});
     Tensor r_p = Tiled<Atom>{}.get_slice(thread).partition_fragment_A(s_p);
     GmmaDescriptor ones;  // without strides: all of its 8 x 8 matrices are the same
     ones.desc_ = 0;
-    ones.bitfield.start_address_ = shared_address(shared.ones) >> 4;
+    ones.bitfield.start_address_ = shared_address(s_ones) >> 4;
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < size<2>(r_p); ++k) {
@@ -128,13 +127,13 @@ struct KeySums {
   }
 
   // Writes the sums of the j-th tile that is taken. The product is complete.
-  __device__ __forceinline__ void write(const SharedStorage<kC>& shared, float* g_dist, int j, int warp, int lane) {
+  __device__ __forceinline__ void write(const ItemPlace& place, float* g_dist, int j, int warp, int lane) {
     for (float& sum : r_sums) cute::warpgroup_fence_operand(sum);
-    const int from_first = j + shared.place.first_tile, tiles = shared.place.tiles;
+    const int from_first = j + place.first_tile, tiles = place.tiles;
     const int tile = from_first < tiles ? from_first : from_first - tiles;
     const int second = lane % 4;  // of the two rows that a quad has
     const int slot = tile * kBlockK + warp * 16 + lane / 4 + 8 * second;
-    if (second < 2 && slot < shared.place.slots) __stcs(g_dist + slot, second ? r_sums[2] : r_sums[0]);
+    if (second < 2 && slot < place.slots) __stcs(g_dist + slot, second ? r_sums[2] : r_sums[0]);
   }
 };
 
@@ -212,10 +211,10 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
       fence_async_proxy();
       arrive(&shared.probs_written);
       wait(&shared.probs_written, parity);
-      [[maybe_unused]] KeySums<kC> sums;
-      if constexpr (kDist) sums.multiply(shared, thread);
+      [[maybe_unused]] KeySums sums;
+      if constexpr (kDist) sums.multiply(shared.probs, shared.ones, thread);
       add_key_gradients<kC, kScoreRole, kDeterministic>(shared, p, j, thread);
-      if constexpr (kDist) sums.write(shared, item.dist(p), j, warp, lane);
+      if constexpr (kDist) sums.write(shared.place, item.dist(p), j, warp, lane);
     } else {
       wait(&shared.probs_read, parity ^ 1);
       arrive(&shared.probs_written);

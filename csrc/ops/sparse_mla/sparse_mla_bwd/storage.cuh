@@ -129,22 +129,19 @@ struct Item {
   int64_t first_row_of_dkv;  // of first_slot, among the rows of dkv
   int64_t first_dscores;     // of first_slot, among the tiles of dS of pairs
 
-  __device__ __forceinline__ Item(const Params& p, int block)
-      : Item(p, Share(block, p.whole_items, p.parts), head_blocks(p.heads, p.groups), -1) {}
-  // Of a pair of CTAs: items are then both blocks of a query's group.
+  __device__ __forceinline__ Item(const Params& p, int block) : Item(p, Share(block, p.whole_items, p.parts), 0) {}
+  // A CTA of a pair.
   static __device__ __forceinline__ Item of_pair(const Params& p, int pair, int rank) {
-    return Item(p, Share(pair, p.whole_items, p.parts), 1, rank);
+    return Item(p, Share(pair, p.whole_items, p.parts), rank);
   }
   static __device__ __forceinline__ Item of_query(const Params& p, int index, int block) {
-    return Item(p, Share(index, index + 1, 1), 1, block);
+    return Item(p, Share(index, index + 1, 1), block);
   }
 
-  __device__ __forceinline__ Item(const Params& p, const Share& share, int blocks, int block) {
+  __device__ __forceinline__ Item(const Params& p, const Share& share, int block) : head_block(block) {
     dq_part = share.dq_part;
     first_row_of_dkv = int64_t{share.item} * p.topk;
     int index = share.item + p.first_item;
-    head_block = block < 0 ? index % blocks : block;
-    index /= blocks;
     group = index % p.groups;
     index /= p.groups;
     s = index % p.seq_q;
