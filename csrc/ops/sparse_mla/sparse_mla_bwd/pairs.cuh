@@ -251,7 +251,7 @@ __device__ __forceinline__ void add_pair(PairStorage<kQk>& shared, const Params&
     warpgroup_fence_operand(r_dkv);
     if constexpr (kTail) warpgroup_fence_operand(r_tail);
     if constexpr (kDeterministic) {
-      Bf16* g_rows = place.g_rows + (j * kBlockK + warp * 16) * kQk;
+      Bf16* g_rows = place.g_rows + int64_t{j * kBlockK + warp * 16} * kQk;
       if constexpr (kTail) store_half_rows(g_rows + 512 + rank * 32, half, kQk, warp_ids, r_tail, lane);
       store_rows(g_rows + columns, kQk, warp_ids, r_dkv, lane);
     } else {
