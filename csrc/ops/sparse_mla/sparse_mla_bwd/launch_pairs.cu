@@ -13,6 +13,7 @@ const char* launch_columns(Params& p, int64_t queries, cudaStream_t stream) {
   struct {
     CUtensorMap q, dout, dq;
   } maps;
+  static_assert(sizeof(PairStorage<kQk>) <= kMaxSharedBytes);
   const char* error = encode_maps(maps, p, kBlockHeads, 1);
   if (error != nullptr) return error;
   const int64_t items = queries * p.groups;
