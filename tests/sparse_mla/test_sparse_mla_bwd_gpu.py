@@ -122,9 +122,10 @@ def test_keys_that_nobody_selected(deterministic: bool) -> None:
 @both_modes
 @pytest.mark.parametrize("where", ["dout", "q", "kv"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_seen(where: str, value: float, deterministic: bool) -> None:
+@pytest.mark.parametrize("heads", [64, 128])
+def test_what_is_not_finite_is_seen(heads: int, where: str, value: float, deterministic: bool) -> None:
     """NaN and Inf reach the gradients of the keys of the affected queries, and no others."""
-    inputs = make_inputs(1, 12, 400, 64, 1, 20, device=DEVICE)
+    inputs = make_inputs(1, 12, 400, heads, 1, 20, device=DEVICE)
     tensors = {"q": inputs.q.clone(), "kv": inputs.kv.clone()}
     if where in tensors:
         place = (0, 3, 5, 7) if where == "q" else (0, int(inputs.indices[0, 3, 0, 4]), 0, 7)

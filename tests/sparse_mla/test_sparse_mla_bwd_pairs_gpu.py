@@ -1,10 +1,13 @@
 """sparse_mla_bwd of more than 64 heads, whose blocks of heads are pairs of CTAs."""
 
+from typing import Any
+
 import pytest
 import torch
 from bwd_gpu import DEVICE, FWD, OP, both_modes, check, normal
+from sparse_mla_gpu_inputs import make_bounds
 
-from dsa_ext.testing.inputs import make_inputs
+from dsa_ext.testing.inputs import make_inputs, spoil_indices
 from dsa_ext.testing.memory import workspace_bytes
 from dsa_ext.testing.tolerances import similarity_error
 
@@ -28,6 +31,82 @@ def test_tiles_without_visible_keys(heads: int, d_qk: int, deterministic: bool) 
     args = {"causal": False, "with_dlse": True, "deterministic": deterministic}
     check(i.q, kv, i.indices, **args, attn_sink=torch.linspace(-2, 2, heads, device=DEVICE))
     check(i.q, kv, i.indices, **args, return_dist=True)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"causal": False, "sm_scale": -0.05},
+    {"q_start": 900, "positions_per_key": 3, "sm_scale": 0.2},
+    {"causal": False, "topk_length": True},
+    {"bounds": True, "sm_scale": 0.1},
+    {"causal": False, "topk_length": True, "attn_sink": True, "return_dist": True},
+]
+
+
+@both_modes
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "seq", "s_kv", "heads", "groups", "topk", "d_qk"),
+    [(1, 5, 3000, 128, 1, 700, 576), (2, 70, 2000, 130, 2, 200, 576), (1, 68, 20_000, 100, 1, 450, 512)],
+    ids=str,
+)
+def test_options(
+    batch: int,
+    seq: int,
+    s_kv: int,
+    heads: int,
+    groups: int,
+    topk: int,
+    d_qk: int,
+    options: dict[str, Any],
+    deterministic: bool,
+) -> None:
+    """Queries that are split by keys, groups, and sorted lists; a third of the slots are no keys."""
+    i = make_inputs(batch, seq, s_kv, heads, groups, topk, d_qk, device=DEVICE)
+    given = dict(options)
+    if given.pop("topk_length", False):
+        lengths = torch.tensor([topk, 0, topk + 7, 1, topk // 2, -3], device=DEVICE, dtype=torch.int32)
+        given["topk_length"] = lengths.repeat(batch * seq)[: batch * seq].view(batch, seq)
+    if given.pop("bounds", False):
+        given |= make_bounds(s_kv, batch, seq)
+    if given.pop("attn_sink", False):
+        given["attn_sink"] = torch.linspace(-2, 2, heads, device=DEVICE)
+    indices = spoil_indices(i.indices, s_kv)
+    dq, *_ = check(i.q, i.kv, indices, with_dlse=True, deterministic=deterministic, **given)
+    assert (dq != 0).any()
+
+
+@both_modes
+@pytest.mark.parametrize(("seq", "s_kv", "topk"), [(3, 0, 5), (3, 100, 1), (70, 20_000, 300)])
+def test_nothing_to_attend_to(seq: int, s_kv: int, topk: int, deterministic: bool) -> None:
+    i = make_inputs(2, seq, s_kv, 128, 1, topk, device=DEVICE)
+    none = torch.full_like(i.indices, -1)
+    lengths = torch.zeros(2, seq, dtype=torch.int32, device=DEVICE)
+    for indices, options in ((none, {}), (i.indices, {"topk_length": lengths})):
+        dq, dkv, _ = check(i.q, i.kv, indices, causal=False, deterministic=deterministic, **options)
+        assert not dq.any()
+        assert not dkv.any()
+
+
+@both_modes
+def test_side_stream_and_graph(deterministic: bool) -> None:
+    """Lists that are sorted, and waves that wait for others."""
+    i = make_inputs(1, 150, 20_000, 128, 1, 500, device=DEVICE)
+    out, lse = FWD(i.q, i.kv, i.indices, causal=False)
+    args = (normal(out), i.q, i.kv, out, lse, i.indices)
+    expected = OP(*args, causal=False, deterministic=deterministic)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        aside = OP(*args, causal=False, deterministic=deterministic)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        captured = OP(*args, causal=False, deterministic=deterministic)
+    for _ in range(3):
+        graph.replay()
+        for got in (aside, captured):
+            assert torch.equal(got[0], expected[0])
+            assert torch.equal(got[1], expected[1]) or not deterministic
+            assert similarity_error(got[1], expected[1]) <= 7e-6
 
 
 @pytest.mark.gpu_memory(6)

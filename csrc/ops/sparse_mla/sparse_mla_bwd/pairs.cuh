@@ -1,20 +1,25 @@
 // Sparse MLA backward of more than 64 heads: a pair of CTAs (a cluster of 2) takes a query's group, over all its keys
 // or a part of them (split items). Each scores one block of 64 heads and adds half of the columns of dkv, of all heads:
 // half as many additions as with a CTA for each block. For that the CTAs send each other P and dS, which are small.
-// In a deterministic call, one row per slot is stored instead, of all heads. There is no room to accumulate dQ beside;
+// In a deterministic call, one row per slot is stored instead, of all heads. There is no room for accumulators of dQ:
 // dS is stored, and dq_kernel (pairs_dq.cuh) multiplies it by the keys.
 //
 // Warp specialization: four warpgroups. Who does what, for tile j of 64 keys:
 //
 //   role        warpgroup  registers  does                                    waits on               signals
-//   score       0          224        S = Q K^T, dP = dO V^T; P, dS           ring_full              ring_free
+//   score       0          224        loads Q and dO (TMA, one thread)                               inputs_full
+//                                     S = Q K^T, dP = dO V^T; P, dS           inputs_full, dots_full
+//                                                                             (once), ring_full      ring_free
 //                                     stores and sends them                   probs_free of j-1      probs_full of both
-//   gradients   1, 2       112        its columns of dkv = P^T dO + dS^T Q    probs_full             probs_free of both
+//   gradients   1, 2       112        sum(dO * O) of the own block                                   dots_full
+//                                     its columns of dkv = P^T dO + dS^T Q    inputs_full (once),
+//                                                                             probs_full             probs_free of both
 //                                     the first: sums of P over own heads
-//   gather      3          56         keys, in parts of three chunks          ring_free              ring_full
+//   gather      3          56         keys, in parts of two chunks            ring_free              ring_full
 //
 // Shared memory holds Q and dO of all heads for this CTA's half of the columns, and the tail of Q. The other half of
-// the columns of the CTA's own block, which only S and dP need, are in the score warpgroup's registers.
+// the columns of the CTA's own block, which only S and dP need, is in the score warpgroup's registers. So that half of
+// a tile's keys comes first in the ring, then this CTA's half, then the tail.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -25,6 +30,46 @@
 
 namespace dsa::sparse_mla_bwd {
 
+// The score warpgroup's part in a tile without visible keys, which both CTAs skip, as they read the same list. Its dS
+// is not written: dq_kernel skips the same tiles.
+template <int kQk>
+__device__ __forceinline__ void skip_tile(PairStorage<kQk>& shared, Ring<kRingSlots>& ring, uint32_t parity,
+                                          int thread) {
+#pragma unroll 1
+  for (int part = 0; part < PairStorage<kQk>::kParts; ++part) {
+    wait(&shared.ring_full[ring.slot], ring.parity);
+    __syncwarp();  // no lane may find a later phase
+    if (thread % kWarpThreads == 0) arrive(&shared.ring_free[ring.slot]);
+    ring.advance();
+  }
+  if (thread == 0) arrive(&shared.probs_free);
+  wait(&shared.probs_free, parity);
+  sync_warpgroup<kScoreBarrier>();  // all have seen this phase, before the next one can be complete
+  if (thread == 0) arrive(&shared.probs_full);
+}
+
+// P and dS of the own block are in shared memory: sends them to the peer, and stores dS. By three warps, since all of
+// the warpgroup waits until these copies have been issued.
+template <int kQk>
+__device__ __forceinline__ void publish_scores(PairStorage<kQk>& shared, char* g_dscores, int rank, int thread) {
+  fence_async_proxy();
+  sync_warpgroup<kScoreBarrier>();
+  if (thread % kWarpThreads == 0) {
+    const int warp = thread / kWarpThreads, peer = rank ^ 1;
+    const uint32_t full = remote_address(&shared.probs_full, peer);
+    if (warp == 0) {
+      arrive_and_expect(&shared.probs_full, 2 * kProbsBytes);
+      bulk_store(g_dscores, shared.dscores[rank], kProbsBytes);
+      tma_store_commit();
+    } else if (warp == 1) {
+      bulk_send(remote_address(shared.probs[rank], peer), shared.probs[rank], kProbsBytes, full);
+    } else if (warp == 2) {
+      bulk_send(remote_address(shared.dscores[rank], peer), shared.dscores[rank], kProbsBytes, full);
+    }
+  }
+  __syncwarp();
+}
+
 template <int kQk>
 __device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Params& p, const Item& item,
                                            const Maps& maps, int rank, int thread) {
@@ -32,23 +77,7 @@ __device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Param
   constexpr int kChunks = kQk / kChunkColumns, kSteps = kChunkColumns / 16, kParts = PairStorage<kQk>::kParts;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, row = warp * 16 + lane / 4;
   const ItemPlace place = item.place(p);
-  if (thread == 0) {
-    expect_bytes(&shared.inputs_full, sizeof(shared.q) + sizeof(shared.dout));
-    HeadTile at = place.heads;
-#pragma unroll 1
-    for (int i = 0; i < PairStorage<kQk>::kQChunks; ++i) {
-      at.column = i < kHalfChunks ? (rank * kHalfChunks + i) * kChunkColumns : 512;
-#pragma unroll 1
-      for (int block = 0; block < 2; ++block) {
-        at.head = block * kBlockHeads;
-        tma_load(shared.q + i * kPairChunk + block * kBlockChunk, &maps.q, at, &shared.inputs_full);
-        if (i < kHalfChunks) {
-          tma_load(shared.dout + i * kPairChunk + block * kBlockChunk, &maps.dout, at, &shared.inputs_full);
-        }
-      }
-    }
-    arrive(&shared.inputs_full);
-  }
+  if (thread == 0) load_halves(shared, maps, place.heads, rank);
   const int heads = item.heads_left(p), other = (rank ^ 1) * kHalfChunks * kChunkColumns;
   Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kHalfChunks * kSteps>>{});
   Tensor r_do = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kHalfChunks * kSteps>>{});
@@ -79,16 +108,7 @@ __device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Param
     wait(&shared.ring_full[ring.slot], ring.parity);
     const bool skip = !any_visible(shared.visible[j % kIdSlots]);
     if (skip) {
-#pragma unroll 1
-      for (int part = 0; part < kParts; ++part) {
-        wait(&shared.ring_full[ring.slot], ring.parity);
-        if (lane == 0) arrive(&shared.ring_free[ring.slot]);
-        ring.advance();
-      }
-      if (thread == 0) arrive(&shared.probs_free);
-      wait(&shared.probs_free, parity);
-      sync_warpgroup<kScoreBarrier>();  // all have seen this phase, before the next one can be complete
-      if (thread == 0) arrive(&shared.probs_full);
+      skip_tile(shared, ring, parity, thread);
       continue;
     }
     // S = Q K^T, dP = dO V^T
@@ -97,7 +117,7 @@ __device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Param
     int previous = 0;
     cute::for_each(make_int_sequence<kParts>{}, [&](auto part) {
       if (part > 0) wait(&shared.ring_full[ring.slot], ring.parity);
-      if constexpr (part == 0) fence_async_proxy();
+      fence_async_proxy();
       warpgroup_arrive();
       Bf16* keys = shared.keys[ring.slot];
       cute::for_each(make_int_sequence<kPartChunks>{}, [&](auto c) {
@@ -163,25 +183,9 @@ __device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Param
     wait(&shared.probs_free, parity);
     store_accumulators<kBlockK>(shared_address(shared.probs[rank]), r_s, thread);
     store_accumulators<kBlockK>(shared_address(shared.dscores[rank]), r_dp, thread);
-    fence_async_proxy();
-    sync_warpgroup<kScoreBarrier>();
-    // Three warps send and store, since the score warpgroup waits for each of these copies to be issued.
-    if (lane == 0) {
-      const int peer = rank ^ 1;
-      const uint32_t full = remote_address(&shared.probs_full, peer);
-      if (warp == 0) {
-        arrive_and_expect(&shared.probs_full, 2 * kProbsBytes);
-        const int from_first = j + place.first_tile;
-        const int tile = from_first < place.tiles ? from_first : from_first - place.tiles;
-        bulk_store(g_dscores + int64_t{tile} * (2 * kProbsBytes), shared.dscores[rank], kProbsBytes);
-        tma_store_commit();
-      } else if (warp == 1) {
-        bulk_send(remote_address(shared.probs[rank], peer), shared.probs[rank], kProbsBytes, full);
-      } else if (warp == 2) {
-        bulk_send(remote_address(shared.dscores[rank], peer), shared.dscores[rank], kProbsBytes, full);
-      }
-    }
-    __syncwarp();
+    const int from_first = j + place.first_tile;
+    const int tile = from_first < place.tiles ? from_first : from_first - place.tiles;
+    publish_scores(shared, g_dscores + int64_t{tile} * (2 * kProbsBytes), rank, thread);
   }
   if (thread == 0) tma_store_wait_read();
 }
@@ -345,6 +349,7 @@ __global__ void __launch_bounds__(kPairThreads, 1)
     for (uint64_t& barrier : shared.ring_full) barrier_init(&barrier, 2 * kWarpgroupThreads);
     for (uint64_t& barrier : shared.ring_free) barrier_init(&barrier, kWarpsPerWarpgroup);
     barrier_init(&shared.probs_full, 1);
+    // The gradient warps of both CTAs, and the score thread whose store of dS has been read.
     barrier_init(&shared.probs_free, 2 * 2 * kWarpsPerWarpgroup + 1);
     barrier_init(&shared.dots_full, 2 * kWarpsPerWarpgroup);
     fence_barrier_init();
@@ -355,13 +360,13 @@ __global__ void __launch_bounds__(kPairThreads, 1)
   }
   cute::cluster_sync();
   if (warpgroup == 0) {
-    set_registers<kScoreRegisters, kPairStart>();
+    set_registers<kScoreRegisters, kRegistersAtLaunch>();
     score_pair(shared, p, item, {q_map, dout_map, dout_map}, rank, thread);
   } else if (warpgroup == 3) {
-    set_registers<kGatherRegisters, kPairStart>();
+    set_registers<kGatherRegisters, kRegistersAtLaunch>();
     gather_pair(shared, p, item, rank, thread);
   } else {
-    set_registers<kAddRegisters, kPairStart>();
+    set_registers<kAddRegisters, kRegistersAtLaunch>();
     add_pair<kQk, kDeterministic, kDist>(shared, p, item, rank, warpgroup - 1, thread);
   }
   cute::cluster_sync();  // the peer may still send, and arrive at barriers

@@ -1,5 +1,7 @@
 // dQ = dS K for the pairs of pairs.cuh: one CTA takes half of the columns of a query's group, and all heads.
 //
+// Tiles without visible keys are skipped, as in pairs.cuh, which has not written their dS.
+//
 // Warp specialization: three warpgroups.
 //
 //   role      warpgroup  registers  does, for each tile                              waits on  signals
@@ -120,6 +122,7 @@ __global__ void __launch_bounds__(kDqThreads, 1) dq_kernel(const __grid_constant
       warpgroup_fence_operand(r_dq);
       warpgroup_fence_operand(r_tail);
     }
+    __syncwarp();  // no lane may find a later phase
     if (lane == 0) arrive(&shared.free[ring.slot]);
     ring.advance();
   }

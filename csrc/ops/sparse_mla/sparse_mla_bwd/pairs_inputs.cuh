@@ -11,7 +11,8 @@ inline constexpr int kPairThreads = 4 * kWarpgroupThreads;
 inline constexpr int kPartChunks = 2, kRingSlots = 3;                                          // of the ring of keys
 inline constexpr int kBlockChunk = kBlockHeads * kChunkColumns, kPairChunk = 2 * kBlockChunk;  // elements
 inline constexpr int kProbsBytes = kBlockHeads * kBlockK * sizeof(Bf16);
-inline constexpr int kScoreRegisters = 224, kAddRegisters = 112, kGatherRegisters = 56, kPairStart = 128;
+inline constexpr int kScoreRegisters = 224, kAddRegisters = 112, kGatherRegisters = 56, kRegistersAtLaunch = 128;
+static_assert(kScoreRegisters + 2 * kAddRegisters + kGatherRegisters <= 4 * kRegistersAtLaunch);
 
 template <int kQk>
 struct PairStorage {
@@ -28,6 +29,24 @@ struct PairStorage {
   uint64_t inputs_full, dots_full, ring_full[kRingSlots], ring_free[kRingSlots], probs_full, probs_free;
   alignas(128) Bf16 ones[kOnes];  // only used by instances that write sums of P
 };
+
+// Loads this CTA's half of the columns of Q and dO, of all heads, and the tail of Q. Called by one thread.
+template <int kQk>
+__device__ __forceinline__ void load_halves(PairStorage<kQk>& shared, const Maps& maps, HeadTile at, int rank) {
+  expect_bytes(&shared.inputs_full, sizeof(shared.q) + sizeof(shared.dout));
+#pragma unroll 1
+  for (int i = 0; i < PairStorage<kQk>::kQChunks; ++i) {
+    at.column = (i < kHalfChunks ? rank * kHalfChunks + i : kTailChunk) * kChunkColumns;
+#pragma unroll 1
+    for (int block = 0; block < 2; ++block) {
+      const int to = i * kPairChunk + block * kBlockChunk;
+      at.head = block * kBlockHeads;
+      tma_load(shared.q + to, &maps.q, at, &shared.inputs_full);
+      if (i < kHalfChunks) tma_load(shared.dout + to, &maps.dout, at, &shared.inputs_full);
+    }
+  }
+  arrive(&shared.inputs_full);
+}
 
 // Rows [row, row + 8] of a block of heads as fragments of wgmma, 256 columns from g_first on. Four lanes load 32
 // columns of a row at once and exchange words.
