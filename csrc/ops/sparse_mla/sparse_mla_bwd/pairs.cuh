@@ -18,8 +18,7 @@
 //   gather      3          56         keys, in parts of two chunks            ring_free              ring_full
 //
 // Shared memory holds Q and dO of all heads for this CTA's half of the columns, and the tail of Q. The other half of
-// the columns of the CTA's own block, which only S and dP need, is in the score warpgroup's registers. So that half of
-// a tile's keys comes first in the ring, then this CTA's half, then the tail.
+// the columns of the CTA's own block, which only S and dP need, is in the score warpgroup's registers.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -70,15 +69,17 @@ __device__ __forceinline__ void publish_scores(PairStorage<kQk>& shared, char* g
   __syncwarp();
 }
 
-template <int kQk>
+// In CTA kRank of the cluster. Columns are multiplied in their order, as in the forward pass: so S has the same bits,
+// and P, from the lse of the forward pass, is right for any magnitude of scores.
+template <int kQk, int kRank>
 __device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Params& p, const Item& item,
-                                           const Maps& maps, int rank, int thread) {
+                                           const Maps& maps, int thread) {
   using namespace cute;
   constexpr int kChunks = kQk / kChunkColumns, kSteps = kChunkColumns / 16, kParts = PairStorage<kQk>::kParts;
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, row = warp * 16 + lane / 4;
   const ItemPlace place = item.place(p);
-  if (thread == 0) load_halves(shared, maps, place.heads, rank);
-  const int heads = item.heads_left(p), other = (rank ^ 1) * kHalfChunks * kChunkColumns;
+  if (thread == 0) load_halves(shared, maps, place.heads, kRank);
+  const int heads = item.heads_left(p), other = (kRank ^ 1) * kHalfChunks * kChunkColumns;
   Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kHalfChunks * kSteps>>{});
   Tensor r_do = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kHalfChunks * kSteps>>{});
   load_fragments(static_cast<const Bf16*>(p.q) + item.b * p.q_stride_b + item.s * p.q_stride_s +
@@ -95,7 +96,7 @@ __device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Param
   ScoreMmaFromShared shared_mma;
   Tensor r_s = partition_fragment_C(register_mma, Shape<_64, _64>{});
   Tensor r_dp = partition_fragment_C(register_mma, Shape<_64, _64>{});
-  char* g_dscores = static_cast<char*>(p.dscores) + item.first_dscores * (2 * kProbsBytes) + rank * kProbsBytes;
+  char* g_dscores = static_cast<char*>(p.dscores) + item.first_dscores * (2 * kProbsBytes) + kRank * kProbsBytes;
   if (p.finished != nullptr) {
     if (thread == 0) wait_for_earlier_waves(p);
     sync_warpgroup<kScoreBarrier>();
@@ -128,19 +129,22 @@ __device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Param
           const auto scale = kChunk == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
           const auto multiply_chunk = [&](auto& r_a, Bf16* s_first, auto& r_product) {
             register_mma.accumulate_ = shared_mma.accumulate_ = scale;
-            if constexpr (kChunk < kHalfChunks) {
+            if constexpr (kChunk / kHalfChunks == 1 - kRank) {
 #pragma unroll
               for (int k = 0; k < kSteps; ++k) {
-                gemm(register_mma, r_a(_, 0, kChunk * kSteps + k), r_k(_, 0, k), r_product(_, 0, 0));
+                gemm(register_mma, r_a(_, 0, kChunk % kHalfChunks * kSteps + k), r_k(_, 0, k), r_product(_, 0, 0));
                 register_mma.accumulate_ = GMMA::ScaleOut::One;
               }
             } else {
-              Tensor s_a =
-                  make_tensor(make_smem_ptr(s_first + (kChunk - kHalfChunks) * kPairChunk + rank * kBlockChunk),
-                              RowsByColumns<kChunkColumns>{});
+              constexpr int kPlace = kChunk < kValueChunks ? kChunk % kHalfChunks : kHalfChunks;
+              Tensor s_a = make_tensor(make_smem_ptr(s_first + kPlace * kPairChunk + kRank * kBlockChunk),
+                                       RowsByColumns<kChunkColumns>{});
               Tensor r_shared = shared_mma.get_slice(thread).partition_fragment_A(s_a);
 #pragma unroll
-              for (int k = 0; k < kSteps; ++k) gemm(shared_mma, r_shared(_, 0, k), r_k(_, 0, k), r_product(_, 0, 0));
+              for (int k = 0; k < kSteps; ++k) {
+                gemm(shared_mma, r_shared(_, 0, k), r_k(_, 0, k), r_product(_, 0, 0));
+                shared_mma.accumulate_ = GMMA::ScaleOut::One;
+              }
             }
           };
           multiply_chunk(r_q, shared.q, r_s);
@@ -181,11 +185,11 @@ __device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Param
       }
     }
     wait(&shared.probs_free, parity);
-    store_accumulators<kBlockK>(shared_address(shared.probs[rank]), r_s, thread);
-    store_accumulators<kBlockK>(shared_address(shared.dscores[rank]), r_dp, thread);
+    store_accumulators<kBlockK>(shared_address(shared.probs[kRank]), r_s, thread);
+    store_accumulators<kBlockK>(shared_address(shared.dscores[kRank]), r_dp, thread);
     const int from_first = j + place.first_tile;
     const int tile = from_first < place.tiles ? from_first : from_first - place.tiles;
-    publish_scores(shared, g_dscores + int64_t{tile} * (2 * kProbsBytes), rank, thread);
+    publish_scores(shared, g_dscores + int64_t{tile} * (2 * kProbsBytes), kRank, thread);
   }
   if (thread == 0) tma_store_wait_read();
 }
@@ -285,7 +289,6 @@ __device__ __forceinline__ void gather_pair(PairStorage<kQk>& shared, const Para
   const ItemPlace place = item.place(p);
   const char* g_keys = place.g_keys + gather_piece(thread) * 16;
   const uint32_t piece = swizzled_offset(gather_row(thread), gather_piece(thread));
-  const int own = rank * kHalfChunks * kSwizzleRowBytes, other = (rank ^ 1) * kHalfChunks * kSwizzleRowBytes;
   int ids[kGatherRowsPerThread];
   const auto load_ids = [&](int j) {
     int tile = j + place.first_tile;
@@ -319,11 +322,8 @@ __device__ __forceinline__ void gather_pair(PairStorage<kQk>& shared, const Para
         for (int c = 0; c < kPartChunks; ++c) {
           const int chunk = part * kPartChunks + c;
           if (chunk >= kChunks) continue;
-          const int offset = chunk < kHalfChunks    ? other + chunk * kSwizzleRowBytes
-                             : chunk < kValueChunks ? own + (chunk - kHalfChunks) * kSwizzleRowBytes
-                                                    : kValueChunks * kSwizzleRowBytes;
-          copy_16_bytes(to + i * kGatherRowStep * kSwizzleRowBytes + c * kChunkBytes, rows.g_rows[i] + offset,
-                        rows.visible >> i & 1 ? 16 : 0);
+          copy_16_bytes(to + i * kGatherRowStep * kSwizzleRowBytes + c * kChunkBytes,
+                        rows.g_rows[i] + chunk * kSwizzleRowBytes, rows.visible >> i & 1 ? 16 : 0);
         }
       }
       arrive(&shared.ring_full[ring.slot]);
@@ -361,7 +361,11 @@ __global__ void __launch_bounds__(kPairThreads, 1)
   cute::cluster_sync();
   if (warpgroup == 0) {
     set_registers<kScoreRegisters, kRegistersAtLaunch>();
-    score_pair(shared, p, item, {q_map, dout_map, dout_map}, rank, thread);
+    if (rank == 0) {
+      score_pair<kQk, 0>(shared, p, item, {q_map, dout_map, dout_map}, thread);
+    } else {
+      score_pair<kQk, 1>(shared, p, item, {q_map, dout_map, dout_map}, thread);
+    }
   } else if (warpgroup == 3) {
     set_registers<kGatherRegisters, kRegistersAtLaunch>();
     gather_pair(shared, p, item, rank, thread);
