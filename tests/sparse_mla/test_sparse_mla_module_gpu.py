@@ -1,6 +1,7 @@
 """SparseMLA and its LightningIndexer on a GPU in bf16, against themselves in float64 on the CPU."""
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -168,6 +169,7 @@ def test_memory_of_the_first_queries(seq: int, monkeypatch: pytest.MonkeyPatch) 
         if not dense:
             monkeypatch.setattr(sparse_mla, "absorbed_attention", without_dense_rows)
         step(layer, x)
+        gc.collect()  # what earlier tests have left must not be freed in between
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         out, loss, _ = layer(x)
