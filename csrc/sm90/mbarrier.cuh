@@ -66,6 +66,21 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// mbarrier.test_wait.parity: whether the phase with this parity is complete
+__device__ __forceinline__ bool test_wait(uint64_t* barrier, uint32_t parity) {
+  int done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // A position in a ring buffer: stage and phase bit. Every walker of the ring starts at slot 0 with parity 0.
 template <int kSlots>
 struct Ring {

@@ -8,10 +8,13 @@
 //   feed      warp 16          32         loads Q of a block of queries            q_empty     q_full (by TMA)
 //                                         loads tiles of keys                      keys_empty  keys_full (by TMA)
 //   clean     warps 17-19      32         writes -inf where no tile is visited
+//   collect   the same         32         moves logits above the bar to lists            full        empty
 //
 // A block of queries, whose heads are the rows of Q in shared memory, is multiplied with tiles of keys. The tiles that
 // the blocks see form one long list, of which each persistent CTA takes an equal run. Each multiply warpgroup keeps the
 // weights of its own 128 rows in registers; while one computes sums, others multiply.
+//
+// For indexer_topk there are instances that list the logits above the bar of their row and store no others.
 //
 // Programmatic dependent launch (PDL): all roles wait for the preceding kernel.
 #pragma once
@@ -22,6 +25,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "above.cuh"
 #include "config.h"
 #include "heads.cuh"
 #include "params.h"
@@ -38,12 +42,16 @@ namespace dsa::indexer_logits {
 
 using namespace dsa::tiles;
 
+struct Nothing {};
+
 template <class Element, Config kC>
 struct SharedStorage {
   alignas(1024) Element q[kC.rows() * kC.row_bytes / sizeof(Element)];
   alignas(1024) Element keys[kC.stages()][kTileKeys * kC.row_bytes / sizeof(Element)];
   int2 bounds[kMathThreads / 32][kC.pass_queries()];  // a copy per warp
   RunStorage<kThreads> plan;                          // items are blocks of queries
+  using WarpFinds = Finds<kC.room(), kC.room() - kC.finds()>;
+  std::conditional_t<kC.above, WarpFinds[kMathThreads / 32], Nothing> finds;
   alignas(8) uint64_t q_full, q_empty, keys_full[kC.stages()], keys_empty[kC.stages()];
 };
 
@@ -189,6 +197,13 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
   // Of the sums of a warp's 16 keys, a lane ends up with one key, for every other query.
   const int upper = lane >> 1 & 1, odd = lane & 1;
   const int lane_key = warp * 16 + upper * 8 + lane / 4;
+  [[maybe_unused]] auto finder = [&] {
+    if constexpr (kC.above) {
+      return Finder<typename SharedStorage<Element, kC>::WarpFinds>{shared.finds[thread / 32]};
+    } else {
+      return Nothing{};
+    }
+  }();
   Ring<kC.stages()> ring;
   uint32_t q_parity = 0;
   walk(shared, p, [&](int block, const BlockRange& range, int first_tile, int end_tile) {
@@ -205,7 +220,15 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       weights[i] = query < p.seq ? p.weights[query * p.weights_stride + column % kC.heads] : 0.f;
       if (is_doubled<Element>(i)) weights[i] *= 0.5f;
     }
-    float* const g_lane = p.logits + (pass_query + odd) * p.logits_stride + lane_key;
+    [[maybe_unused]] float* const g_lane = p.logits + (pass_query + odd) * p.logits_stride + lane_key;
+    [[maybe_unused]] float bars[kPassQueries / 2];  // of the queries whose sums the lane ends up with
+    if constexpr (kC.above) {
+#pragma unroll
+      for (int i = 0; i < kPassQueries / 2; ++i) {
+        const int query = pass_query + 2 * i + odd;
+        bars[i] = query < p.seq ? p.above.bars[query] : INFINITY;
+      }
+    }
     int2* warp_bounds = shared.bounds[thread / 32];
     __syncwarp();
     if (lane < kPassQueries && pass_query + lane < p.seq) warp_bounds[lane] = bounds_of(p, pass_query + lane);
@@ -232,21 +255,28 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
         const float sum =
             (odd ? key_sums[i + 1] : key_sums[i]) + __shfl_xor_sync(~0u, odd ? key_sums[i] : key_sums[i + 1], 1);
         const float logit = kIsFp8<Element> ? sum * scale : sum;
-        float* g_logit = g_lane + i * p.logits_stride + first_key;
-        if constexpr (inside) {
+        [[maybe_unused]] float* g_logit = g_lane + i * p.logits_stride + first_key;
+        if constexpr (kC.above) {
+          bool wanted = logit > bars[i / 2];
+          if constexpr (!inside) {
+            const int2 bounds = warp_bounds[i + odd];
+            wanted = wanted && key >= bounds.x && key < bounds.y;
+          }
+          finder.add(wanted, key * kPassQueries + i + odd, logit);
+        } else if constexpr (inside) {
           *g_logit = logit;
         } else if (pass_query + i + odd < p.seq && key < p.seq_kv) {
           const int2 bounds = warp_bounds[i + odd];
           *g_logit = key >= bounds.x && key < bounds.y ? logit : -INFINITY;
         }
       }
+      if constexpr (kC.above && !kC.unrolls()) finder.hand_over_if_full(pass_query);
     };
     for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
       wait(&shared.keys_full[ring.slot], ring.parity);
       if (turns == 1 && queries == kQueries && tile * kTileKeys >= range.common_begin &&
           (tile + 1) * kTileKeys <= range.common_end) {
-        // Unrolled if there are registers for the addresses of all queries.
-#pragma unroll(kC.heads >= 32 ? kTileParts : 1)
+#pragma unroll(kC.unrolls() ? kTileParts : 1)
         for (int part = 0; part < kTileParts; ++part) multiply_part(std::true_type{}, tile, part);
       } else {
 #pragma unroll 1
@@ -258,16 +288,19 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
         }
       }
       if (lane == 0) arrive(&shared.keys_empty[ring.slot]);
+      if constexpr (kC.above && kC.unrolls()) finder.hand_over_if_full(pass_query);
     }
     if (lane == 0) arrive(&shared.q_empty);
+    if constexpr (kC.above) finder.hand_over_rest(pass_query);
   });
+  if constexpr (kC.above) finder.finish();
 }
 
-template <class Element, int kRowBytes, int kHeads>
+template <class Element, int kRowBytes, int kHeads, bool kAbove>
 __global__ void __launch_bounds__(kThreads, 1)
     indexer_logits_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap k_map) {
-  constexpr Config kC{kRowBytes, kHeads};
+  constexpr Config kC{kRowBytes, kHeads, kAbove};
   extern __shared__ __align__(1024) char shared_bytes_[];
   auto& shared = *reinterpret_cast<SharedStorage<Element, kC>*>(shared_bytes_);
   const int blocks = (p.seq + kC.queries() - 1) / kC.queries();
@@ -279,6 +312,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kC.stages(); ++i) {
       barrier_init(&shared.keys_full[i], 1);
       barrier_init(&shared.keys_empty[i], kMathThreads / 32);
+    }
+    if constexpr (kAbove) {
+      for (auto& finds : shared.finds) finds.init();
     }
     fence_barrier_init();
   }
@@ -294,8 +330,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int thread = threadIdx.x - kMathThreads;
     if (thread < 32) {
       feed(shared, p, q_map, k_map);
+    } else if constexpr (kAbove) {
+      collect<kC.pass_queries()>(shared.finds, p.above, thread - 32);
     } else if (p.clean) {
-      clean<kC>(p, blocks, thread - 32, 96);
+      clean<kC>(p, blocks, thread - 32, kSpareThreads);
     }
   }
 }

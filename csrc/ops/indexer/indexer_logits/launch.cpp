@@ -61,4 +61,8 @@ const char* launch(const Params& params, void* stream) {
   return params.is_bf16 ? launch_bf16(params, stream) : launch_fp8(params, stream);
 }
 
+const char* launch_above(const Params& params, void* stream) {
+  return params.is_bf16 ? launch_above_bf16(params, stream) : launch_above_fp8(params, stream);
+}
+
 }  // namespace dsa::indexer_logits

@@ -5,6 +5,19 @@
 
 namespace dsa::indexer_logits {
 
+struct alignas(8) Candidate {
+  float logit;
+  int key;
+};
+
+// Lists of the logits above each row's bar, for indexer_topk.
+struct Above {
+  const float* bars;      // [seq]
+  unsigned* counts;       // [seq]: candidates of each row, with those that there is no place for
+  Candidate* candidates;  // [seq, max], in any order
+  int max;
+};
+
 struct Params {
   const void* q;         // [seq, heads, dim], e4m3 or bf16
   const void* k;         // [seq_kv, dim], like q
@@ -20,11 +33,17 @@ struct Params {
   bool is_bf16;  // else e4m3
   int device;    // CUDA device index
   int num_sms;
+  Above above;  // of launch_above
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
 const char* launch(const Params& params, void* stream);
 const char* launch_fp8(const Params& params, void* stream);
 const char* launch_bf16(const Params& params, void* stream);
+// The same with logits above a bar listed instead of stored. k lacks the sampled keys, see indexer_topk/sample.h;
+// candidates have the numbers that keys have among all. At least 16 heads.
+const char* launch_above(const Params& params, void* stream);
+const char* launch_above_fp8(const Params& params, void* stream);
+const char* launch_above_bf16(const Params& params, void* stream);
 
 }  // namespace dsa::indexer_logits

@@ -36,6 +36,7 @@ std::tuple<Tensor, Tensor> indexer_topk_paged(Tensor q, Tensor k_cache, Tensor w
         .logits = scores.logits,
         .starts = scores.bounds,
         .ends = scores.bounds + rows,
+        .wanted = nullptr,
         .indices = static_cast<int*>(indices.data_ptr()) + first * queries * topk,
         .values = static_cast<float*>(values.data_ptr()) + first * queries * topk,
         .logits_stride = scores.logits_stride,

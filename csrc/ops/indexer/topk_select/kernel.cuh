@@ -95,6 +95,10 @@ __device__ __forceinline__ Run run_of(const Params& p, const T* g_row, int row, 
   return {max(window_begin, first_read), min(window_end, first_read + run_units * kUnit), first_read, p.columns};
 }
 
+__device__ __forceinline__ bool is_wanted(const Params& p, int row) {
+  return p.wanted == nullptr || p.wanted[row] != 0;
+}
+
 // For runs that fit into a CTA's registers.
 template <class T, class Shape, bool kSlots>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
@@ -106,6 +110,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   sm90::launch_dependents();
   sm90::wait_for_preceding_kernel();
   const int row = cluster_index();
+  if (!is_wanted(p, row)) return;
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
   const Run run = run_of(p, g_row, row, cluster_rank(), p.ctas);
   const int pieces = pieces_for<Shape>(run.size());
@@ -157,6 +162,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   sm90::launch_dependents();
   sm90::wait_for_preceding_kernel();
   const int row = cluster_index();
+  if (!is_wanted(p, row)) {
+    if (p.ctas > 1) sm90::cluster_wait();
+    return;
+  }
   const T* g_row = static_cast<const T*>(p.logits) + row * p.logits_stride;
   Selector<Storage> selector{shared};
   Filter<T, Storage> filter{selector, g_row, run_of(p, g_row, row, cluster_rank(), p.ctas), p.topk};

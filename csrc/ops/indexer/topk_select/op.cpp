@@ -54,6 +54,7 @@ std::tuple<Tensor, Tensor> topk_select(Tensor logits, Tensor starts, Tensor ends
       .logits = logits.data_ptr(),
       .starts = static_cast<const int*>(starts.data_ptr()),
       .ends = static_cast<const int*>(ends.data_ptr()),
+      .wanted = nullptr,
       .indices = static_cast<int*>(indices.data_ptr()),
       .values = values.data_ptr(),
       .logits_stride = logits.stride(0),

@@ -17,6 +17,7 @@ struct Params {
   const void* logits;                                 // fp32 or bf16 [rows, columns]
   const int* starts;                                  // [rows]: first column of each row's window
   const int* ends;                                    // [rows]: end of the window
+  const int* wanted;                                  // [rows]: the results of other rows stay; null: of none
   int* indices;                                       // [rows, topk], contiguous
   void* values;                                       // like logits, [rows, topk], contiguous
   int64_t logits_stride, starts_stride, ends_stride;  // in elements
