@@ -114,7 +114,14 @@ PYBIND11_MODULE(host_functions, m) {
   indexer_bwd.def("groups_at_once", dsa::indexer_bwd::groups_at_once);
   m.def_submodule("indexer_logits").attr("threads") = dsa::indexer_logits::kThreads;
   m.def_submodule("indexer_logits_paged").attr("threads") = dsa::indexer_logits_paged::kThreads;
-  m.def_submodule("indexer_topk").def("queries_at_once", &dsa::indexer_topk::queries_at_once);
+  auto topk = m.def_submodule("indexer_topk");
+  topk.def("queries_at_once", &dsa::indexer_topk::queries_at_once);
+  topk.def("keeps_candidates", &dsa::indexer_topk::keeps_candidates);
+  topk.def("sampled", &dsa::indexer_topk::sampled);
+  topk.def("key_of_sample", &dsa::indexer_topk::key_of_sample);
+  topk.def("key_of_other", &dsa::indexer_topk::key_of_other);
+  topk.def("rank_of_bar", &dsa::indexer_topk::rank_of_bar);
+  topk.def("max_candidates", &dsa::indexer_topk::max_candidates);
   py::module_ select = m.def_submodule("topk_select");
   select.attr("threads") = dsa::topk_select::HeldClusterShape::kThreads;
   select.def("plan_ctas", &dsa::topk_select::plan_ctas);

@@ -44,6 +44,9 @@ SOURCES = [
     "indexer_scores/launch",
     "indexer_logits/launch_fp8",
     "indexer_logits/launch_bf16",
+    "indexer_logits/launch_above_fp8",
+    "indexer_logits/launch_above_bf16",
+    "indexer_topk/launch",
     "indexer_logits_paged/launch_fp8",
     "indexer_logits_paged/launch_bf16",
     "topk_select/launch_ids",
@@ -159,6 +162,17 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             logits_shapes,
             logits.threads,
             ("HGMMA", *scoring),
+        ),
+        # Not with 8 heads.
+        "indexer_logits/launch_above_fp8": Kernels(
+            "indexer_logits_kernel.*e4m3.*Lb1E", 3 * 2, logits.threads, ("QGMMA", *scoring, "VOTE", "ATOMG")
+        ),
+        "indexer_logits/launch_above_bf16": Kernels(
+            "indexer_logits_kernel.*bfloat16.*Lb1E", 3 * 2, logits.threads, ("HGMMA", *scoring, "VOTE", "ATOMG")
+        ),
+        # topk up to 2048 and beyond, and rows beyond 128K keys.
+        "indexer_topk/launch": Kernels(
+            "select_candidates_kernel", 3, 512, ("ATOMS", "REDUX"), ("split_kernel", "bars_kernel"), spilled=80
         ),
         "indexer_logits_paged/launch_fp8": Kernels(
             "indexer_logits_paged_kernel.*e4m3", paged_shapes, paged.threads, ("QGMMA", "UTMALDG", "UBLKCP", "SYNCS")

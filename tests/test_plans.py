@@ -291,6 +291,38 @@ def test_plan_ctas_fills_the_chip(host_functions: ModuleType) -> None:
     assert plan(1, 1000, 132) == 1
 
 
+@given(keys=st.integers(0, 5000))
+def test_sample_and_other_keys(host_functions: ModuleType, keys: int) -> None:
+    """Every key is in one of the two sets, both ascend, and `sampled` counts the first one's keys below any bound."""
+    topk = host_functions.indexer_topk
+    sample = [topk.key_of_sample(i) for i in range(topk.sampled(keys))]
+    others = [topk.key_of_other(i) for i in range(keys - topk.sampled(keys))]
+    assert sample == sorted(sample)
+    assert others == sorted(others)
+    assert sorted(sample + others) == list(range(keys))
+
+
+@pytest.mark.parametrize("topk", [1, 2, 16, 64, 512, 2047, 2048, 4096])
+def test_bars(host_functions: ModuleType, topk: int) -> None:
+    """Of random rows hardly any has fewer than topk logits above its bar, or more than there is room for."""
+    plan = host_functions.indexer_topk
+    rank, places = plan.rank_of_bar(topk), plan.max_candidates(topk)
+    mean = topk / 17
+    assert rank >= mean + 4.5 * mean**0.5, "topk of a row's best keys are sampled less often than that"
+    assert rank * 17 + 4 * 17 * rank**0.5 <= places <= 8192
+    assert places % 64 == 0
+
+
+def test_where_candidates_are_kept(host_functions: ModuleType) -> None:
+    keeps = host_functions.indexer_topk.keeps_candidates
+    assert keeps(4096, 2**17, 64, 2048)
+    assert keeps(4096, 2**20, 16, 4096)
+    assert not keeps(4096, 2**20 + 1, 64, 2048)
+    assert not keeps(4096, 2**17, 8, 2048)
+    assert not keeps(4096, 2**15, 64, 2048), "too many are above the bar"
+    assert not keeps(512, 2**17, 64, 2048), "their logits are one run"
+
+
 @given(queries=st.integers(0, 2**20), keys=st.integers(0, 2**20))
 def test_scored_at_once(host_functions: ModuleType, queries: int, keys: int) -> None:
     count = host_functions.indexer_topk.queries_at_once(queries, keys)

@@ -28,8 +28,10 @@ from dsa_ext.testing.tolerances import check_selected
 
 pytestmark = pytest.mark.gpu
 
-#: Bytes that indexer_topk may allocate on top of its results.
+#: Bytes that indexer_topk may allocate on top of its results: at most 256 MiB, a copy of k and its scales, and 1.5 KiB
+#: a query.
 WORKSPACE_LIMIT = 256 * 2**20
+WORKSPACE_PER_QUERY = 1536
 # S, S_kv, topk and the bounds.
 SELECTIONS = [
     (1, 1, 1, "whole"),
@@ -100,7 +102,106 @@ def test_selection_among_ties_and_in_order(order: str) -> None:
 @pytest.mark.parametrize("sizes", [(4096, 2**17), (64, 2**20)], ids=str)
 def test_memory_beside_the_results(sizes: tuple[int, int]) -> None:
     inputs = make_gpu(*sizes)
-    assert workspace_bytes(lambda: selected(inputs, 2048)) <= WORKSPACE_LIMIT
+    assert inputs.k_scale is not None
+    copies = inputs.k.nbytes + inputs.k_scale.nbytes + WORKSPACE_PER_QUERY * sizes[0]
+    assert workspace_bytes(lambda: selected(inputs, 2048)) <= WORKSPACE_LIMIT + copies
+
+
+# So many logits that only those above a bar are kept.
+@every_kernel
+def test_selection_above_bars(dtype: torch.dtype, heads: int, dim: int) -> None:
+    inputs = make_gpu(1403, 50001, heads, dim, dtype)
+    for kind in ("causal", "whole", "random", "packed", "edges"):
+        bounded = poisoned(with_bounds(inputs, kind))
+        for topk in (2048, 7):
+            expected = composed(bounded, topk)
+            for _ in range(2):
+                check_selected(selected(bounded, topk), expected)
+
+
+@both_dtypes
+@pytest.mark.parametrize(("seq", "s_kv", "topk"), [(700, 131072, 4096), (701, 131073, 2048), (520, 300001, 2048)])
+def test_selection_above_bars_among_more_keys(dtype: torch.dtype, seq: int, s_kv: int, topk: int) -> None:
+    inputs = make_gpu(seq, s_kv, 32, dtype=dtype)
+    for kind in ("causal", "whole"):
+        bounded = with_bounds(inputs, kind)
+        check_selected(selected(bounded, topk), composed(bounded, topk))
+
+
+@pytest.mark.gpu_memory(9)
+def test_selection_above_bars_in_runs() -> None:
+    inputs = with_bounds(make_gpu(8200, 100_000, 16, dim=64), "whole")
+    indices, values = selected(inputs, 2048)
+    for run in (slice(0, 1000), slice(7500, 8200)):
+        check_selected((indices[run], values[run]), composed(queries(inputs, run), 2048))
+
+
+def rows_beside_bars() -> dict[str, tuple[Any, ...]]:
+    """Keys, scales and weights for which samples mislead: too few logits above the bar, or too many."""
+    inputs = make_gpu(1403, 50001)
+    assert inputs.k_scale is not None
+    place = torch.arange(50001, device=DEVICE)
+    some = torch.rand(50001, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE) < 0.2
+    one_key, one = inputs.k[:1].expand_as(inputs.k).contiguous(), torch.ones_like(inputs.k_scale)
+    weights = inputs.weights.abs()
+    return {
+        "equal": (inputs, one_key, one, weights),
+        "zeros": (inputs, torch.zeros_like(inputs.k), one, weights),
+        "negative zeros": (inputs, torch.zeros_like(inputs.k), one, -weights),
+        "repeated": (inputs, inputs.k[:100].repeat(501, 1)[:50001], one, weights),
+        "ascending": (inputs, one_key, torch.linspace(1, 2, 50001, device=DEVICE), weights),
+        "descending": (inputs, one_key, torch.linspace(2, 1, 50001, device=DEVICE), weights),
+        "infinite": (inputs, inputs.k, one.masked_fill(some, torch.inf), weights),
+        "NaN": (inputs, inputs.k, one.masked_fill(some, torch.nan), weights),
+        "best are sampled": (inputs, inputs.k, one.masked_fill(place % 17 == 0, 3), weights),
+        "worst are sampled": (inputs, inputs.k, one.masked_fill(place % 17 == 0, 0.01), weights),
+        "best are neighbors": (inputs, inputs.k, one.masked_fill(place < 2048, 3), weights),
+    }
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "equal",
+        "zeros",
+        "negative zeros",
+        "repeated",
+        "ascending",
+        "descending",
+        "infinite",
+        "NaN",
+        "best are sampled",
+        "worst are sampled",
+        "best are neighbors",
+    ],
+)
+def test_rows_whose_sample_misleads(rows: str) -> None:
+    inputs, k, k_scale, weights = rows_beside_bars()[rows]
+    inputs = with_bounds(replace(inputs, k=k, k_scale=k_scale, weights=weights), "whole")
+    for topk in (1, 2048):
+        check_selected(selected(inputs, topk), composed(inputs, topk))
+
+
+def test_one_row_whose_sample_misleads() -> None:
+    """One row is selected in another way than its neighbors, which keep their results."""
+    inputs = with_bounds(make_gpu(1403, 50001), "whole")
+    weights = inputs.weights.clone()
+    weights[700] = 0
+    inputs = replace(inputs, weights=weights)
+    check_selected(selected(inputs, 2048), composed(inputs, 2048))
+
+
+def test_selection_above_bars_in_a_graph() -> None:
+    inputs = with_bounds(make_gpu(1403, 50001, 32), "causal")
+    selected(inputs, 2048)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = selected(inputs, 2048)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        inputs.weights.copy_(torch.randn_like(inputs.weights))
+        graph.replay()
+        check_selected(result, composed(inputs, 2048))
 
 
 @errors_of("indexer_topk")

@@ -44,9 +44,10 @@ struct Finder {
   __device__ __forceinline__ uint32_t begin() const { return sm90::shared_address(shared.finds[turn % 2]); }
   __device__ __forceinline__ int count() const { return static_cast<int>(end - begin()) / int(sizeof(Find)); }
 
-  // Notes a lane's logit if it is `wanted`. Without a branch, which would cost the products around it their registers.
+  // Notes a lane's logit if it is `wanted`.
   __device__ __forceinline__ void add(bool wanted, int place, float logit) {
     const unsigned lanes = __ballot_sync(~0u, wanted), lanes_before = (1u << threadIdx.x % 32) - 1;
+    if (lanes == 0) return;
     const uint32_t address = end + __popc(lanes & lanes_before) * unsigned{sizeof(Find)};
     if (wanted) sm90::store_shared(address, make_uint2(__float_as_uint(logit), place));
     end += __popc(lanes) * unsigned{sizeof(Find)};
