@@ -155,10 +155,10 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "attn_dist/launch": Kernels("listed_keys_kernel.*Attention", 2 * 4 * 2, listed.threads(576, 64), listing),
         "indexer_scores/launch": Kernels("listed_keys_kernel.*Indexer", 2 * 3 * 2, listed.threads(128, 64), listing),
         "indexer_logits/launch_fp8": Kernels(
-            "indexer_logits_kernel.*e4m3", logits_shapes, logits.threads, ("QGMMA", *scoring)
+            "indexer_logits_kernel.*e4m3.*Lb0E", logits_shapes, logits.threads, ("QGMMA", *scoring)
         ),
         "indexer_logits/launch_bf16": Kernels(
-            "indexer_logits_kernel.*bfloat16",
+            "indexer_logits_kernel.*bfloat16.*Lb0E",
             logits_shapes,
             logits.threads,
             ("HGMMA", *scoring),
