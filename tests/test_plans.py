@@ -320,6 +320,7 @@ def test_where_candidates_are_kept(host_functions: ModuleType) -> None:
     assert not keeps(4096, 2**20 + 1, 64, 2048)
     assert not keeps(4096, 2**17, 8, 2048)
     assert not keeps(4096, 2**15, 64, 2048), "too many are above the bar"
+    assert not keeps(2**20, 2**13, 64, 1), "a sample of so few keys says little"
     assert not keeps(512, 2**17, 64, 2048), "their logits are one run"
 
 

@@ -27,7 +27,8 @@ struct Config {
   constexpr int stages() const { return std::min(above ? 3 : 4, 131072 / (kTileKeys * row_bytes)); }
   // Parts of a tile that a warpgroup takes, at most.
   constexpr int warpgroup_parts() const { return kTileParts * rows() / kPassRows / kMathWarpgroups; }
-  // Whether the parts of a tile that all see whole are unrolled: if there are registers for the addresses of all queries.
+  // Whether the parts of a tile that all see whole are unrolled: if there are registers for the addresses of all
+  // queries.
   constexpr bool unrolls() const { return heads >= 32; }
 
   // Of a warp: places for what it finds above the bar, and what a tile or, if not unrolled, a part may add.

@@ -25,16 +25,18 @@ const char* launch_config(const Params& p, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedStorage<Element, kC>);
   static_assert(kBytes <= 227 * 1024);
   const Grid grid(unsigned(p.num_sms), 1, /*programmatic=*/true);
-  return launch_kernel<indexer_logits_kernel<Element, kRowBytes, kHeads, kAbove>>(p.device, grid, kThreads, kBytes, stream, p,
-                                                                          q_map, k_map);
+  return launch_kernel<indexer_logits_kernel<Element, kRowBytes, kHeads, kAbove>>(p.device, grid, kThreads, kBytes,
+                                                                                  stream, p, q_map, k_map);
 }
 
 template <class Element, int kRowBytes, bool kAbove>
 const char* launch_heads(const Params& p, cudaStream_t stream) {
   switch (p.heads) {
     case 8:
-      if constexpr (kAbove) return "no lists of logits with 8 heads";
-      else return launch_config<Element, kRowBytes, 8, kAbove>(p, stream);
+      if constexpr (kAbove)
+        return "no lists of logits with 8 heads";
+      else
+        return launch_config<Element, kRowBytes, 8, kAbove>(p, stream);
     case 16:
       return launch_config<Element, kRowBytes, 16, kAbove>(p, stream);
     case 32:
@@ -48,7 +50,8 @@ template <class Element, bool kAbove>
 const char* launch_element(const Params& p, void* stream) {
   constexpr int kBytes = sizeof(Element);
   const auto s = static_cast<cudaStream_t>(stream);
-  return p.dim == 128 ? launch_heads<Element, 128 * kBytes, kAbove>(p, s) : launch_heads<Element, 64 * kBytes, kAbove>(p, s);
+  return p.dim == 128 ? launch_heads<Element, 128 * kBytes, kAbove>(p, s)
+                      : launch_heads<Element, 64 * kBytes, kAbove>(p, s);
 }
 
 }  // namespace dsa::indexer_logits

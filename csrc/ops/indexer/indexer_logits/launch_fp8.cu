@@ -2,6 +2,8 @@
 
 namespace dsa::indexer_logits {
 
-const char* launch_fp8(const Params& p, void* stream) { return launch_element<cute::float_e4m3_t, /*kAbove=*/false>(p, stream); }
+const char* launch_fp8(const Params& p, void* stream) {
+  return launch_element<cute::float_e4m3_t, /*kAbove=*/false>(p, stream);
+}
 
 }  // namespace dsa::indexer_logits

@@ -67,9 +67,9 @@ unsigned ctas_for(int64_t threads) { return static_cast<unsigned>((threads + kTh
 template <class Shape, int kTopk, int kKeys>
 const char* launch_select_of(const SelectParams& p, void* stream) {
   const sm90::Grid grid(unsigned(p.results.rows), 1, /*programmatic=*/true);
-  return sm90::launch_kernel<select_candidates_kernel<Shape, kTopk, kKeys>>(
-      p.results.device, grid, Shape::kThreads, sizeof(SelectStorage<Shape, kTopk, kKeys>),
-      static_cast<cudaStream_t>(stream), p);
+  return sm90::launch_kernel<select_candidates_kernel<Shape, kTopk, kKeys>>(p.results.device, grid, Shape::kThreads,
+                                                                            sizeof(SelectStorage<Shape, kTopk, kKeys>),
+                                                                            static_cast<cudaStream_t>(stream), p);
 }
 
 }  // namespace

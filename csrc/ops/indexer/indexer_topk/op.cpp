@@ -69,8 +69,12 @@ SplitKeys split_keys(const indexer::Scoring& all, const DeviceCall& call) {
   const auto& [q, k, weights, starts, ends, k_scale] = all;
   const int64_t seq = q.size(0), seq_kv = k.size(0), dim = k.size(1), count = sampled(static_cast<int>(seq_kv));
   const auto part = [&](int64_t keys) {
-    indexer::Scoring scoring{q, empty({keys, dim}, k.scalar_type(), call.index), weights,
-                             empty({seq}, ScalarType::Int, call.index), empty({seq}, ScalarType::Int, call.index), {}};
+    indexer::Scoring scoring{q,
+                             empty({keys, dim}, k.scalar_type(), call.index),
+                             weights,
+                             empty({seq}, ScalarType::Int, call.index),
+                             empty({seq}, ScalarType::Int, call.index),
+                             {}};
     if (k_scale) scoring.k_scale = empty({keys}, ScalarType::Float, call.index);
     return scoring;
   };
@@ -155,7 +159,8 @@ void select_above_bars(const indexer::Scoring& scoring, const Results& results, 
     of_others.above = above;
     call.check(indexer_logits::launch_above(of_others, call.stream()));
     const indexer_logits::Params of_all = params_of(scoring, first, count, columns);
-    call.check(launch_select({results.selection(of_all, first), above, rest_starts, rest_ends, rest_wanted}, call.stream()));
+    call.check(
+        launch_select({results.selection(of_all, first), above, rest_starts, rest_ends, rest_wanted}, call.stream()));
 
     for (int64_t begin = 0; begin < count; begin += steps_of_others) {
       indexer_logits::Params scores =

@@ -25,8 +25,9 @@ constexpr int64_t aligned_columns(int64_t columns) { return (columns + 3) / 4 * 
 // Whether only logits above a bar are kept: where all of them would take more than one run, of queries enough to fill
 // the GPU, and few of them are above it.
 constexpr bool keeps_candidates(int64_t queries, int64_t keys, int64_t heads, int64_t topk) {
-  return heads >= 16 && queries >= 512 && queries_at_once(queries, keys) < queries && keys >= 24 * topk &&
-         keys <= kMaxKeys;
+  constexpr int64_t kFewestKeys = 1 << 14;
+  return heads >= 16 && queries >= 512 && queries_at_once(queries, keys) < queries &&
+         keys >= std::max(kFewestKeys, 24 * topk) && keys <= kMaxKeys;
 }
 
 }  // namespace dsa::indexer_topk

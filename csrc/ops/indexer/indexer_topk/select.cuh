@@ -55,8 +55,13 @@ struct KeySet {
     const int word = key % kGroup / 32;
     const unsigned lower = (1u << key % 32) - 1;
     return before[key / kGroup] + __popc(words.x & (word > 0 ? ~0u : lower)) +
-           __popc(words.y & (word > 1 ? ~0u : word == 1 ? lower : 0)) +
-           __popc(words.z & (word > 2 ? ~0u : word == 2 ? lower : 0)) + __popc(words.w & (word == 3 ? lower : 0));
+           __popc(words.y & (word > 1    ? ~0u
+                             : word == 1 ? lower
+                                         : 0)) +
+           __popc(words.z & (word > 2    ? ~0u
+                             : word == 2 ? lower
+                                         : 0)) +
+           __popc(words.w & (word == 3 ? lower : 0));
   }
 };
 
@@ -147,8 +152,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kKeys > kMaxKeysOfSmall ? 1 :
     shared.set.clear();
     __syncthreads();
   }
-  const unsigned kept =
-      ties | selector.bits_of(keys, pieces, [&](unsigned key) { return key > selection.threshold; });
+  const unsigned kept = ties | selector.bits_of(keys, pieces, [&](unsigned key) { return key > selection.threshold; });
   for_each([&](int i) {
     if (kept >> i & 1) shared.set.insert(ids[i]);
   });
