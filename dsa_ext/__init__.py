@@ -9,6 +9,7 @@ from dsa_ext.functional.fp8 import *  # noqa: F403
 from dsa_ext.functional.indexer import *  # noqa: F403
 from dsa_ext.functional.indexer_paged import *  # noqa: F403
 from dsa_ext.functional.mhc import *  # noqa: F403
+from dsa_ext.functional.sparse_mha import *  # noqa: F403
 from dsa_ext.functional.sparse_mla import *  # noqa: F403
 from dsa_ext.nn.page_tables import CacheFullError
 from dsa_ext.nn.paged_cache import PagedKVCache

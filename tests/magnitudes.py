@@ -18,6 +18,8 @@ SIZES = (1e-40, 1e-30, 1e-10, 1e4, 1e10, 1e18, 3e38)
 COMPUTED = {
     "sparse_mla_bwd": {"out", "lse"},
     "attn_dist": {"lse"},
+    "sparse_mha_bwd": {"out", "lse"},
+    "sparse_mha_dist": {"lse"},
     "block_sparse_attn_bwd": {"out", "lse"},
     "indexer_dense_loss": {"lse"},
     "mhc_pre_bwd": {"h_post", "inv_rms", "h_mix", "h_pre"},
@@ -28,6 +30,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sparse_mla_fwd": _SPARSE_MLA,
     "sparse_mla_bwd": _SPARSE_MLA,
     "attn_dist": [{"heads": 64}, {"heads": 128, "d_qk": 512}, {"heads": 33}, {"heads": 1}],
+    "sparse_mha_fwd": [{"seq": 200, "s_kv": 300}, {"heads": 1, "seq": 1, "s_kv": 1, "topk": 1}],
+    "sparse_mha_bwd": [{"seq": 200, "s_kv": 300}, {"heads": 1, "seq": 1, "s_kv": 1, "topk": 1}],
+    "sparse_mha_dist": [{"seq": 200, "s_kv": 300}, {"heads": 1, "seq": 1, "s_kv": 1, "topk": 1}],
     "sparse_mla_decode": [
         {"heads": 64},
         {"heads": 128, "d_qk": 512},
@@ -117,13 +122,14 @@ def attention_sizes(args: Args) -> Iterator[Case]:
     """Scores that are large or equal, and scores that are sums of large terms that cancel."""
     name, keys = keys_of(args)
     q = args["q"]
-    row = int(args["indices"][0, 0, 0, 0]) if "indices" in args else 1
-    place = (slice(None), row) if name == "kv" else (slice(None), slice(None), row)
+    row = int(args["indices"][0, 0].flatten()[0]) if "indices" in args else 1
+    by_position = "indices" in args  # keys [B, T, heads, D], else [B, H, T, D]
+    place = (slice(None), row) if by_position else (slice(None), slice(None), row)
     for size in (30.0, 1e3, 2e4, 1e6, 1e9, 1e15):
         one_huge = keys.clone()
         one_huge[place] = sized(keys[place], size)
         yield Case(f"one key of {size:.0e}", {**args, name: one_huge})
-        equal = keys[place].unsqueeze(1 if name == "kv" else 2).expand_as(keys).contiguous()
+        equal = keys[place].unsqueeze(1 if by_position else 2).expand_as(keys).contiguous()
         yield Case(f"equal keys of {size:.0e}", {**args, name: sized(equal, size), "q": sized(q, size)})
         yield Case(f"q and {name} of {size:.0e}", {**args, name: sized(keys, size), "q": sized(q, size)})
         cancelling, turned = sized(keys, size), sized(q, size)
@@ -131,22 +137,24 @@ def attention_sizes(args: Args) -> Iterator[Case]:
         turned[..., 1::2] = turned[..., ::2]
         yield Case(f"products of {size**2:.0e} that cancel", {**args, name: cancelling, "q": turned})
         # All scores have the same sign and grow from key to key.
-        ramp = torch.linspace(0.1, 3, keys.shape[1 if name == "kv" else 2]).view(-1, 1, 1) * size
-        ramp = (ramp if name == "kv" else ramp[..., 0]).to(keys.dtype).expand_as(keys).contiguous()
+        ramp = torch.linspace(0.1, 3, keys.shape[1 if by_position else 2]).view(-1, 1, 1) * size
+        ramp = (ramp if by_position else ramp[..., 0]).to(keys.dtype).expand_as(keys).contiguous()
         for sign in (1, -1):
             same_sign = {"q": sign * q.abs(), name: ramp}
             yield Case(f"scores of {sign * size:.0e} that grow", {**args, **same_sign})
     if "v" in args:
         yield Case(
-            "values of 1e30, scores that grow", {**args, "q": q.abs(), "k": ramp_of(keys), "v": sized(args["v"], 1e30)}
+            "values of 1e30, scores that grow",
+            {**args, "q": q.abs(), "k": ramp_of(keys, 1 if by_position else 2), "v": sized(args["v"], 1e30)},
         )
     if "q2k_index" in args:
         for scale in (2.0**20, 2.0**28, 2.0**31, 2.0**40):
             yield Case(f"sm_scale {scale:.0e}", {**args, "sm_scale": scale})
 
 
-def ramp_of(keys: Tensor) -> Tensor:
-    return (torch.linspace(0.1, 30, keys.shape[2])[:, None]).to(keys.dtype).expand_as(keys).contiguous()
+def ramp_of(keys: Tensor, dim: int) -> Tensor:
+    ramp = torch.linspace(0.1, 30, keys.shape[dim]).view(-1, *(1,) * (keys.dim() - 1 - dim))
+    return ramp.to(keys.dtype).expand_as(keys).contiguous()
 
 
 # ---- NaN and Inf in elements that are read

@@ -22,6 +22,7 @@ def real(args: Args) -> list[str]:
 DIFFERENTIABLE = {
     "sparse_mla_fwd": "sparse_mla_bwd",
     "sparse_mla_max_fwd": "sparse_mla_bwd",
+    "sparse_mha_fwd": "sparse_mha_bwd",
     "indexer_logits": "indexer_logits_bwd",
     "indexer_scores": "indexer_scores_bwd",
     "indexer_loss": "indexer_loss",

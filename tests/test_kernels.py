@@ -37,6 +37,10 @@ SOURCES = [
     "sparse_mla_bwd/sort_lists",
     "merged_lists/launch",
     "attn_dist/launch",
+    "sparse_mha/mask",
+    "sparse_mha_fwd/launch",
+    "sparse_mha_bwd/launch",
+    "sparse_mha_dist/launch",
     "sparse_mla_decode/launch_wide",
     "sparse_mla_decode/launch_narrow",
     "pack_kv_fp8/launch",
@@ -132,6 +136,21 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "merged_lists/launch": Kernels(
             "merge_lists_kernelILi", 3, 256, ("ATOMS", "POPC"), ("find_unfit_keys_kernel", "list_items_kernel")
         ),
+        "sparse_mha/mask": Kernels("sparse_mha.*mask_kernel", 1, 512, ("STS.U8", "LDS.128", "VOTE.ANY")),
+        "sparse_mha_fwd/launch": Kernels(
+            "sparse_mha_fwd_kernel", 1, 384, ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "R2P", "USETMAXREG")
+        ),
+        # Of keys, and of queries.
+        "sparse_mha_bwd/launch": Kernels(
+            "sparse_mha_bwd.*(key|query)_gradients_kernel",
+            2,
+            384,
+            ("HGMMA", "UTMALDG", "SYNCS", "USETMAXREG", "ACQBULK"),
+            ("sparse_mha_bwd14prepare_kernel", "finish_kernel"),
+        ),
+        "sparse_mha_dist/launch": Kernels(
+            "sparse_mha_dist_kernel", 1, 384, ("HGMMA", "UTMALDG", "SYNCS", "USETMAXREG"), ("gather_kernel",)
+        ),
         # Columns x CTAs alone or in pairs.
         "sparse_mla_decode/launch_wide": Kernels(
             "sparse_mla_decode_wide_kernel",
@@ -172,7 +191,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         ),
         # topk up to 2048 and beyond, and rows beyond 128K keys.
         "indexer_topk/launch": Kernels(
-            "select_candidates_kernel", 3, 512, ("ATOMS", "REDUX"), ("split_kernel", "bars_kernel"), spilled=80
+            "select_candidates_kernel", 3, 512, ("ATOMS", "REDUX"), ("split_kernel", "bars_kernel"), spilled=8
         ),
         "indexer_logits_paged/launch_fp8": Kernels(
             "indexer_logits_paged_kernel.*e4m3", paged_shapes, paged.threads, ("QGMMA", "UTMALDG", "UBLKCP", "SYNCS")

@@ -265,6 +265,8 @@ def test_vmap_keeps_gradients() -> None:
 CAST = {
     "sparse_mla_fwd": ("q", "kv"),
     "sparse_mla_max_fwd": ("q", "kv"),
+    "sparse_mha_fwd": ("q", "k", "k_rope", "v"),
+    "sparse_mha_dist": ("q", "k", "k_rope"),
     "sparse_mla_decode": ("q",),
     "attn_dist": ("q", "kv"),
     "indexer_logits": ("q", "k"),

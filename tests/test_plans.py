@@ -294,9 +294,9 @@ def test_plan_ctas_fills_the_chip(host_functions: ModuleType) -> None:
 @given(keys=st.integers(0, 5000))
 def test_sample_and_other_keys(host_functions: ModuleType, keys: int) -> None:
     """Every key is in one of the two sets, both ascend, and `sampled` counts the first one's keys below any bound."""
-    topk = host_functions.indexer_topk
-    sample = [topk.key_of_sample(i) for i in range(topk.sampled(keys))]
-    others = [topk.key_of_other(i) for i in range(keys - topk.sampled(keys))]
+    logits = host_functions.indexer_logits
+    sample = [logits.key_of_sample(i) for i in range(logits.sampled(keys))]
+    others = [logits.key_of_other(i) for i in range(keys - logits.sampled(keys))]
     assert sample == sorted(sample)
     assert others == sorted(others)
     assert sorted(sample + others) == list(range(keys))
@@ -326,7 +326,7 @@ def test_where_candidates_are_kept(host_functions: ModuleType) -> None:
 
 @given(queries=st.integers(0, 2**20), keys=st.integers(0, 2**20))
 def test_scored_at_once(host_functions: ModuleType, queries: int, keys: int) -> None:
-    count = host_functions.indexer_topk.queries_at_once(queries, keys)
+    count = host_functions.indexer_topk.rows_at_once(queries, keys)
     assert min(1, queries) <= count <= queries
     assert count <= 1 or count * keys * 4 <= 2**28
     assert count < 64 or count == queries or count % 64 == 0

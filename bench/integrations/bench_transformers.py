@@ -25,7 +25,7 @@ from dsa_ext.nn import SparseMLA
 
 OP = "transformers"
 OPERATORS = ["indexer_topk", "sparse_mla_fwd", "attn_dist", "indexer_scores", "indexer_loss"]
-OPERATORS += ["indexer_scores_bwd", "sparse_mla_bwd"]
+OPERATORS += ["indexer_scores_bwd", "sparse_mla_bwd", "sparse_mha_fwd", "sparse_mha_bwd", "sparse_mha_dist"]
 VOCABULARY = 1024
 STEPS, LAYER = "Training step", "One attention layer"
 #: transformers' implementations, and those that ran out of memory at some length: longer ones are not tried.

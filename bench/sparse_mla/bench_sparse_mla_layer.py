@@ -8,8 +8,8 @@ all parameters and of the input, in bf16. The time is the median of as many step
 The peer is dense_layer: the same parameters in multi-head form, without an indexer. A query at a position below 2048
 reads all its keys in both, so these rows are checked against each other in every case.
 
-`glue` is the part of the layer's step that is not spent in its operators, in PyTorch's attention of the first rows, and
-in matmuls, each of which is timed within the step.
+`glue` is the part of the layer's step that is not spent in its operators and in matmuls, each of which is timed within
+the step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +29,10 @@ from dsa_ext.testing.tolerances import similarity_error
 
 OP = "sparse_mla_layer"
 OPERATORS = ["act_quant", "indexer_topk", "sparse_mla_fwd", "attn_dist", "indexer_scores", "indexer_loss"]
-OPERATORS += ["indexer_scores_bwd", "sparse_mla_bwd"]
+OPERATORS += ["indexer_scores_bwd", "sparse_mla_bwd", "sparse_mha_fwd", "sparse_mha_bwd", "sparse_mha_dist"]
 TOPK = 2048
 HIDDEN_SIZE = {128: 7168, 64: 4096, 16: 2048}
-MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm_.default)
+MATMULS = [getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "addmm_", "baddbmm_")]
 #: About 10 ms, in which the host gets ahead of the GPU, as it is between the layers of a model.
 LEAD_CYCLES = 20_000_000
 #: PyTorch's attention backends, the fastest first. Flash attention requires values as wide as keys. cuDNN does not, but

@@ -27,6 +27,7 @@ from dsa_ext.distributed.collectives import (
     whole_weight,
 )
 from dsa_ext.distributed.shares import Order, Shares, shares_of
+from dsa_ext.nn.expanded import Expanded, expanded_rows, fits
 from dsa_ext.nn.indexer import IndexerTensors
 from dsa_ext.nn.projections import WHOLE, excess_of
 from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput
@@ -86,7 +87,11 @@ class ParallelSparseMLA(SparseMLA):
         if x.shape[1] != len(held):
             expected = f"[B, {len(held)}, hidden_size], the rows_of_rank({seq_len})"
             raise ValueError(f"ParallelSparseMLA: x must be {expected} of this rank, got {describe(x)}")
-        among = shares_of(len(held), size_of(self._tp), "zigzag", x.device)
+        runs_indexer = self.phase != "dense" and ids is None
+        first = 0
+        if runs_indexer and self.phase == "sparse" and self._cp is None and cu_seqlens is None:
+            first = self._expanded_rows(seq_len)
+        among = shares_of(len(held), size_of(self._tp), "zigzag", x.device, first)
         own = among.rows(rank_in(self._tp))
         whole = self._rows(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
         queries = whole.at(held[own], x.shape[0])
@@ -98,7 +103,6 @@ class ParallelSparseMLA(SparseMLA):
         own_x = own_rows(x, among, self._tp)
         # Created first, so that their gradients are waited for last.
         weights = q_b, kv_b, out_weight = [self._whole_weight(name) for name in _DIVIDED]
-        runs_indexer = self.phase != "dense" and ids is None
         q_latent, own_keys, tensors = _projected(self, parameters, own_x, queries, runs_indexer)
         if self.phase == "dense" and whole.bounds is None and self._cp is None:
             return SparseMLAOutput(self._by_heads(q_latent, own_keys, among, whole), None, None)
@@ -116,7 +120,8 @@ class ParallelSparseMLA(SparseMLA):
         heads = linear(q_latent, q_b.result()).unflatten(-1, (self.heads, -1))
         # In the backward pass the gradient of what is waited for last is sent first: that of the keys.
         whole_kv_b, whole_o = kv_b.result(), out_weight.result()
-        out, loss = self._absorbed(heads, keys.result(), whole_kv_b, tensors, ids, queries, whole_o)
+        expanded = Expanded(among.firsts[rank_in(self._tp)], first)
+        out, loss = self._absorbed(heads, keys.result(), whole_kv_b, tensors, ids, queries, whole_o, expanded)
         if loss is not None:
             loss = summed(summed(loss * (len(own) / max(1, seq_len)), self._tp), self._cp)
         return SparseMLAOutput(rows_of_all(out, among, self._tp), loss, ids)
@@ -130,6 +135,11 @@ class ParallelSparseMLA(SparseMLA):
         refusal = _refusal(self, (*WHOLE, DTensor))  # of what has been added since `parallelize`
         if refusal is not None:
             raise ValueError(f"ParallelSparseMLA: {refusal}")
+
+    def _expanded_rows(self, seq_len: int) -> int:
+        """How many of the first queries, each rank an equal share of them, run in the expanded form."""
+        columns = self.nope_dim, self.rope_dim, self.v_dim
+        return expanded_rows(seq_len, self.topk, self.heads, *columns) if fits(*columns) else 0
 
     def _by_heads(self, q_latent: Tensor, keys: Tensor, among: Shares, rows: Rows) -> Tensor:
         """Dense attention of this rank's heads to the keys of all rows, and the sum of the outputs of all heads."""

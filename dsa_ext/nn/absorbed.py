@@ -3,8 +3,7 @@
 The attention kernels read queries of latent + rope columns, three times as many at the sizes of DeepSeek-V3.2. So
 absorbed_attention makes these for some thousand queries at a time, forward and backward, and keeps none.
 
-The first queries of a sequence see no more keys than are selected. They attend to all of them, which DenseAttention
-computes with fewer operations.
+The first queries of a sequence see few more keys than they select. For them ExpandedAttention takes fewer operations.
 
 torch.compile decides itself what to keep, so it gets the plain formulas, and so do the transforms of torch.func.
 """
@@ -19,6 +18,7 @@ from torch.nn.functional import linear
 
 from dsa_ext import functional
 from dsa_ext.nn.absorption import Absorption, Queries, Rope, all_queries, parts_of
+from dsa_ext.nn.expanded import NONE, Attended, Expanded, fits
 from dsa_ext.nn.heads import multiply, multiply_heads, weight_gradient
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
 from dsa_ext.nn.rotary import rotated
@@ -30,7 +30,7 @@ _BYTES = 2**30
 
 class Absorbed(NamedTuple):
     out: Tensor  # values of the heads [B, S, H, v], or their projection [B, S, columns]
-    lse: Tensor | None  # [B, S, H], without gradient; None with `dense_rows`
+    lse: Tensor | None  # [B, S, H], without gradient; None with expanded queries
     distribution: Tensor | None  # attn_dist [B, S, K], without gradient
     loss: Tensor | None  # of `learner`, the mean over queries
 
@@ -66,7 +66,7 @@ def absorbed_attention(
     deferred: bool = False,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
-    dense_rows: int = 0,
+    expanded: Expanded = NONE,
 ) -> Absorbed:
     """Attention of each head to listed keys, in the absorbed form.
 
@@ -83,10 +83,9 @@ def absorbed_attention(
         learner: tensors of an indexer that learns to predict these weights.
         deferred: whether the learner's loss is computed in the backward, which has the weights anyway, if attention and
             indexer both learn. Until then it is 0.
-        dense_rows: so many of the first queries of each sequence list all keys up to their own, which are those of the
-            same rows; without `starts` and `ends`. Their gradients, and where no weights are needed their values, are
-            those of DenseAttention, unless gradients have to be deterministic or the loss is deferred. torch.compile
-            gets the plain formulas.
+        expanded: queries whose attention is that of ExpandedAttention, unless gradients have to be deterministic. Where
+            sparse_mha does not take the columns, weights are those of the absorbed form, and with a deferred loss
+            everything is. torch.compile gets the plain formulas.
     """
     heads, kv, out_weight = (as_autocast(t) for t in (heads, kv, out_weight))
     if learner is not None:
@@ -111,12 +110,11 @@ def absorbed_attention(
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     defers = deferred and learner is not None and keep and any(t.requires_grad for t in learner)
     index = learner if defers else (None,) * 3
-    if defers or deterministic or torch.are_deterministic_algorithms_enabled():
-        dense_rows = 0
+    weighs = fits(key_weight.shape[1], heads.shape[-1] - key_weight.shape[1], value_weight.shape[1])
+    if (defers and not weighs) or deterministic or torch.are_deterministic_algorithms_enabled():
+        expanded = NONE
     asks = distribution or (learner is not None and not defers)
-    out, lse, p, loss = _AbsorbedAttention.apply(
-        *given, *index, ids, *rope, starts, ends, dense_rows, asks, keep, slots
-    )  # type: ignore[no-untyped-call, misc]
+    out, lse, p, loss = _AbsorbedAttention.apply(*given, *index, ids, *rope, starts, ends, expanded, asks, keep, slots)  # type: ignore[no-untyped-call, misc]
     if learner is not None and not defers:
         loss = _indexer_loss(learner, ids, p, deterministic, "mean")
     return Absorbed(out, lse, p if distribution else None, loss)
@@ -140,7 +138,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         interleaved: bool,
         starts: Tensor | None,
         ends: Tensor | None,
-        dense_rows: int,
+        expanded: Expanded,
         distribution: bool,
         keep: bool,
         slots: dict[str, Any],
@@ -151,10 +149,19 @@ class _AbsorbedAttention(torch.autograd.Function):
         columns = value_weight.shape[:2] if out_weight is None else out_weight.shape[:1]
         out = heads.new_empty(*shape, *columns)
         latents, lses, ps = [], [], []
-        for part in parts_of(heads, absorption.columns, dense_rows, _BYTES):
-            rows = part._replace(dense=part.dense and not distribution)  # weights are those of the absorbed form
-            if rows.dense:
-                result = absorption.dense(rows, value_weight, kv, slots["sm_scale"], differentiable=False).values
+        attended: list[Attended] = []  # of parts in the expanded form
+        # Where sparse_mha does not take the columns, weights are those of the absorbed form.
+        weighs = fits(*absorption.head_columns, value_weight.shape[1])
+        for part in parts_of(heads, absorption.columns, expanded.rows, _BYTES):
+            rows = part._replace(expanded=part.expanded and (weighs or not distribution))
+            if rows.expanded:
+                keys = kv[rows.batch, : expanded.keys]
+                attention = absorption.expanded(rows, value_weight, keys, ids, slots["sm_scale"])
+                attended.append(attention.attend())
+                result = attended[-1].values
+                if distribution:
+                    ps.append(attention.distribution(attended[-1]))
+                del attention
             else:
                 q, keys, listed = absorption.queries(rows), kv[rows.batch], rows.of(ids)
                 visible = rows.visible(starts, ends)
@@ -170,17 +177,32 @@ class _AbsorbedAttention(torch.autograd.Function):
                 _write_values(to, rows, result, value_weight)
             else:
                 to.addmm_(_values([rows], [result], value_weight).flatten(1), out_weight.mT, beta=0)
-            if not part.dense:
+            if not part.expanded:
                 lses.append(lse)
                 if keep:
                     latents.append(result)
             del result
         index = index_q, index_k, index_weights
+        # All values, then the lse of all, which the parts of scaled_dot_product_attention do not have.
+        known = [t for field in zip(*attended, strict=True) for t in field if t is not None] if keep else []
         ctx.save_for_backward(
-            heads, key_weight, value_weight, kv, out_weight, *index, ids, cos, sin, starts, ends, *latents, *lses
+            heads,
+            key_weight,
+            value_weight,
+            kv,
+            out_weight,
+            *index,
+            ids,
+            cos,
+            sin,
+            starts,
+            ends,
+            *latents,
+            *lses,
+            *known,
         )
-        ctx.interleaved, ctx.dense_rows, ctx.slots = interleaved, dense_rows, slots
-        of_all = _joined(lses, shape) if dense_rows == 0 else None, _joined(ps, shape) if distribution else None
+        ctx.interleaved, ctx.expanded, ctx.known, ctx.slots = interleaved, expanded, len(known), slots
+        of_all = _joined(lses, shape) if expanded.rows == 0 else None, _joined(ps, shape) if distribution else None
         ctx.mark_non_differentiable(*(t for t in of_all if t is not None))
         ctx.set_materialize_grads(False)
         loss = None if index_weights is None else index_weights.new_zeros(())
@@ -206,11 +228,11 @@ def _gradients(
     """Of the heads, the weights of keys and of values, the keys, the weight of the output, and of an indexer that
     learns."""
     heads, key_weight, value_weight, kv, out_weight, *saved_index, ids, cos, sin, starts, ends = saved[:13]
-    results = saved[13:]  # of all parts that are not dense
+    results, attended = saved[13 : len(saved) - ctx.known], saved[len(saved) - ctx.known :]
     latents, lses = results[: len(results) // 2], results[len(results) // 2 :]
     absorption = Absorption(heads, key_weight, cos, sin, ctx.interleaved)
-    parts = list(parts_of(heads, absorption.columns, ctx.dense_rows, _BYTES))
-    dense, others = [rows for rows in parts if rows.dense], [rows for rows in parts if not rows.dense]
+    parts = list(parts_of(heads, absorption.columns, ctx.expanded.rows, _BYTES))
+    expanded, others = [rows for rows in parts if rows.expanded], [rows for rows in parts if not rows.expanded]
     attends = dout is not None and any(ctx.needs_input_grad[:4])
     learner = None
     if dloss is not None:
@@ -228,22 +250,27 @@ def _gradients(
         return dvalues if out_weight is None else (dvalues @ out_weight).unflatten(1, (heads.shape[2], -1))
 
     values = []
-    for rows in dense if dout is not None else ():
-        attention = absorption.dense(rows, value_weight, kv, ctx.slots["sm_scale"], differentiable=attends)
-        values.append(attention.values)
+    for i, rows in enumerate(expanded):
+        place = rows.batch, slice(0, ctx.expanded.keys)
+        attention = absorption.expanded(rows, value_weight, kv[place], ids, ctx.slots["sm_scale"])
+        known = attended[i :: len(expanded)]
+        result = Attended(*known) if known else attention.attend()
+        values.append(result.values)
         if dheads is not None:
-            gradients = attention.backward(dvalues_of(rows))
+            gradients = attention.gradients(dvalues_of(rows), result)
             gradients.write_heads(rows.of(dheads))
-            dkv.add(gradients.keys(), (rows.batch, rows.rows))
+            dkv.add(gradients.keys(), place)
             if ctx.needs_input_grad[1]:
                 dkey_weight.add(gradients.key_weight())
             if ctx.needs_input_grad[2]:
                 dvalue_weight.add(gradients.value_weight())
             del gradients
+        if learner is not None:
+            learner.learn(rows, rows.of(ids), attention.distribution(result))
         del attention
     dout_weight = None
     if ctx.needs_input_grad[4] and dout is not None:
-        dout_weight = _out_weight_gradient(dout, [*dense, *others], [*values, *latents], value_weight, out_weight)
+        dout_weight = _out_weight_gradient(dout, [*expanded, *others], [*values, *latents], value_weight, out_weight)
     del values
     if not attends and learner is None:
         return *(None,) * 4, dout_weight, *(None,) * 3
@@ -316,8 +343,8 @@ def _indexer_loss(
 def _out_weight_gradient(
     dout: Tensor, parts: list[Queries], results: Sequence[Tensor], value_weight: Tensor, out_weight: Tensor
 ) -> Tensor | None:
-    """From the values of dense parts and the latents of others. Takes several parts of the queries together, as long as
-    their values have about _BYTES at most: the weight is large, and each part would cost an addition in fp32."""
+    """From the values of expanded parts and the latents of others. Takes several parts of the queries together, as long
+    as their values have about _BYTES at most: the weight is large, and each part would cost an addition in fp32."""
     bytes_of_values = dout.shape[0] * dout.shape[1] * out_weight.shape[1] * out_weight.element_size()
     together = max(1, _BYTES * len(parts) // max(1, bytes_of_values))
     starts = range(0, len(parts), together)
@@ -331,7 +358,7 @@ def _out_weight_gradient(
 
 
 def _values(parts: list[Queries], results: Sequence[Tensor], value_weight: Tensor) -> Tensor:
-    """The values of heads [tokens, H, v] of the parts one after another, from values of dense parts [B, S, H, v] and
+    """The values of heads [tokens, H, v] of the parts one after another, from values of expanded parts [B, S, H, v] and
     latents of others [B, S, H, latent]."""
     tokens = [result.shape[0] * result.shape[1] for result in results]
     values = results[0].new_empty(sum(tokens), *value_weight.shape[:2])
@@ -342,7 +369,7 @@ def _values(parts: list[Queries], results: Sequence[Tensor], value_weight: Tenso
 
 def _write_values(out: Tensor, rows: Queries, result: Tensor, value_weight: Tensor) -> None:
     """Writes the values of one part."""
-    if rows.dense:
+    if rows.expanded:
         out.copy_(result.flatten(0, 1))
     else:
         multiply(out, result.flatten(0, 1), value_weight.mT)

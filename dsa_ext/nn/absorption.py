@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsa_ext.nn.dense import DenseAttention
+from dsa_ext.nn.expanded import ExpandedAttention
 from dsa_ext.nn.heads import multiply, weight_gradient
 from dsa_ext.nn.rotary import write_rotated
 
@@ -24,7 +24,7 @@ class Queries(NamedTuple):
 
     batch: slice
     rows: slice
-    dense: bool = False  # whether they list all keys up to their own
+    expanded: bool = False  # whether their attention is that of ExpandedAttention
 
     def of(self, tensor: Tensor) -> Tensor:
         """Their part of a tensor [B, S, ...]."""
@@ -42,18 +42,18 @@ def all_queries(heads: Tensor) -> Queries:
     return Queries(slice(0, heads.shape[0]), slice(0, heads.shape[1]))
 
 
-def parts_of(heads: Tensor, columns: int, dense_rows: int, most_bytes: int) -> Iterator[Queries]:
+def parts_of(heads: Tensor, columns: int, expanded_rows: int, most_bytes: int) -> Iterator[Queries]:
     """All queries in parts of about equal size, whose absorbed form of so many columns has at most so many bytes; the
-    first `dense_rows` of sequences apart."""
+    first `expanded_rows` of sequences apart."""
     batch, seq, n_heads = heads.shape[:3]
     most = max(1, most_bytes // (n_heads * columns * heads.element_size()))
-    whole = dense_rows in (0, seq)
+    whole = expanded_rows in (0, seq)
     for sequences in divided(batch, max(1, most // max(1, seq)) if whole else 1):
-        if dense_rows > 0:
-            yield Queries(sequences, slice(0, dense_rows), dense=True)
-        if dense_rows == 0 or not whole:
-            for rows in divided(seq - dense_rows, most):
-                yield Queries(sequences, slice(dense_rows + rows.start, dense_rows + rows.stop))
+        if expanded_rows > 0:
+            yield Queries(sequences, slice(0, expanded_rows), expanded=True)
+        if expanded_rows == 0 or not whole:
+            for rows in divided(seq - expanded_rows, most):
+                yield Queries(sequences, slice(expanded_rows + rows.start, expanded_rows + rows.stop))
 
 
 def divided(length: int, most: int) -> list[slice]:
@@ -71,8 +71,13 @@ class Absorption:
         _, self.nope, self.latent = key_weight.shape
 
     @property
+    def head_columns(self) -> tuple[int, int]:
+        """Of the queries of a head, without RoPE and with RoPE."""
+        return self.nope, self.heads.shape[-1] - self.nope
+
+    @property
     def columns(self) -> int:
-        return self.latent + self.heads.shape[-1] - self.nope
+        return self.latent + self.head_columns[1]
 
     def queries(self, rows: Queries) -> Tensor:
         heads = rows.of(self.heads)
@@ -92,12 +97,12 @@ class Absorption:
         heads = rows.of(self.heads).flatten(0, 1)
         return weight_gradient(heads[..., : self.nope], dq.flatten(0, 1)[..., : self.latent])
 
-    def dense(
-        self, rows: Queries, value_weight: Tensor, kv: Tensor, sm_scale: float, *, differentiable: bool
-    ) -> DenseAttention:
-        """Attention of these rows, the first ones, to the keys of the same rows."""
-        given = rows.of(self.heads), self.key_weight, value_weight, rows.of(kv), *self._tables(rows)
-        return DenseAttention(*given, self.interleaved, sm_scale, differentiable=differentiable)
+    def expanded(
+        self, rows: Queries, value_weight: Tensor, keys: Tensor, ids: Tensor, sm_scale: float
+    ) -> ExpandedAttention:
+        """Attention of these rows to keys [B, T, 1, latent + rope] of their sequences."""
+        given = rows.of(self.heads), self.key_weight, value_weight, keys, rows.of(ids)[:, :, 0]
+        return ExpandedAttention(*given, *self._tables(rows), self.interleaved, sm_scale)
 
     def _tables(self, rows: Queries) -> tuple[Tensor, Tensor]:
         shape = *self.heads.shape[:2], 1, -1

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dsa_ext import functional
 from dsa_ext.nn.absorbed import Absorbed, absorbed_attention, absorbed_queries
 from dsa_ext.nn.absorption import Rope, all_keys
-from dsa_ext.nn.dense import attention_of_heads
+from dsa_ext.nn.expanded import NONE, Expanded, attention_of_heads, expanded_rows
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.paged_cache import FP8, DecodeStep, PagedKVCache, PrefillStep
@@ -40,9 +40,10 @@ class SparseMLA(nn.Module):
       attention to these.
 
     All but the dense phase without `cu_seqlens` run in the absorbed form, in which one latent row per token is key and
-    value of all heads. In the sparse phase the first `topk` queries see no more keys than are selected, and attend to
-    all of them as in the dense phase, but not with `cu_seqlens`, `ids`, `cache` or a deferred loss, under
-    torch.compile, or with deterministic algorithms. While the indexer learns, only their gradients are computed so.
+    value of all heads. In the sparse phase the first queries of a sequence, which see few more keys than they select,
+    have keys and values of each head instead (by sparse_mha, 4 `topk` queries and with less than 64 heads more, if a
+    head has 128 + 64 and 128 columns; else `topk`), but not with `cu_seqlens`, `ids` or `cache`, under torch.compile,
+    or with deterministic algorithms.
 
     The indexer's input is detached: the indexer's loss trains the indexer only, and the language-model loss trains
     everything else. Add `indexer_loss` to the loss, or call backward on both.
@@ -328,6 +329,7 @@ class SparseMLA(nn.Module):
         ids: Tensor | None,
         rows: Rows,
         out_weight: Tensor | None = None,
+        expanded: Expanded = NONE,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of each head in the absorbed form [B, S, H, v_dim], and the indexer's loss.
 
@@ -342,11 +344,13 @@ class SparseMLA(nn.Module):
         learns = tensors is not None and torch.is_grad_enabled()
         listed = all_keys(heads, kv) if ids is None else ids[:, :, None]
         learner = tensors if learns and ids is not None else None
-        # Its own indexer selects every key of the first queries; ids from elsewhere may be any.
-        selects = tensors is not None and ids is not None and rows.bounds is None
+        # Its own indexer selects each key once, and every key of the first queries; ids from elsewhere may be any.
+        if tensors is not None and ids is not None and rows.bounds is None:
+            first = expanded_rows(heads.shape[1], self.topk, self.heads, self.nope_dim, self.rope_dim, self.v_dim)
+            expanded = Expanded(first, first)
         out, lse, _, loss = self._attend(
             heads, kv, kv_b, listed, rows, out_weight,
-            learner=learner, dense_rows=min(heads.shape[1], self.topk) if selects else 0,
+            learner=learner, expanded=expanded,
         )  # fmt: skip
         if tensors is None or not learns or loss is not None:
             return out, loss
@@ -369,14 +373,14 @@ class SparseMLA(nn.Module):
         *,
         distribution: bool = False,
         learner: IndexerTensors | None = None,
-        dense_rows: int = 0,
+        expanded: Expanded = NONE,
     ) -> Absorbed:
         """Attention to the listed keys."""
         key_weight, value_weight = self._weights(kv_b)
         return absorbed_attention(
             heads, key_weight, value_weight, kv, listed, self._rope(heads, rows),
             sm_scale=self.sm_scale, out_weight=out_weight, distribution=distribution, learner=learner,
-            deferred=self.indexer_loss == "deferred", dense_rows=dense_rows, **rows.visible(),
+            deferred=self.indexer_loss == "deferred", expanded=expanded, **rows.visible(),
         )  # fmt: skip
 
     def _kv_b(self, x: Tensor) -> Tensor:

@@ -9,4 +9,5 @@ from dsa_ext.reference.gated_fusion import *  # noqa: F403
 from dsa_ext.reference.indexer import *  # noqa: F403
 from dsa_ext.reference.indexer_paged import *  # noqa: F403
 from dsa_ext.reference.mhc import *  # noqa: F403
+from dsa_ext.reference.sparse_mha import *  # noqa: F403
 from dsa_ext.reference.sparse_mla import *  # noqa: F403

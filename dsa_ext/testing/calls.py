@@ -43,6 +43,30 @@ def attn_dist(heads: int = 8, seq: int = 3, s_kv: int = 40, topk: int = 24, d_qk
     return with_forward("attn_dist", _sparse_mla(heads, seq, s_kv, topk, d_qk))
 
 
+def _sparse_mha(heads: int, seq: int, s_kv: int, topk: int) -> Args:
+    q, k, v = (
+        _normal(1, n, heads, d, seed=i).to(BF16) for i, (n, d) in enumerate(((seq, 192), (s_kv, 128), (s_kv, 128)))
+    )
+    indices = make_inputs(1, seq, s_kv, 1, 1, topk, 576).indices[:, :, 0]
+    return {"q": q, "k": k, "k_rope": _normal(1, s_kv, 64).to(BF16), "v": v, "indices": indices, "causal": False}
+
+
+def sparse_mha_fwd(heads: int = 3, seq: int = 5, s_kv: int = 40, topk: int = 24) -> Args:
+    return _sparse_mha(heads, seq, s_kv, topk)
+
+
+def sparse_mha_bwd(heads: int = 3, seq: int = 5, s_kv: int = 40, topk: int = 24) -> Args:
+    args = _sparse_mha(heads, seq, s_kv, topk)
+    dout = _normal(1, seq, heads, 128).to(BF16)
+    return with_forward("sparse_mha_bwd", {**args, "dout": dout, "dlse": _normal(1, seq, heads, seed=6)})
+
+
+def sparse_mha_dist(heads: int = 3, seq: int = 5, s_kv: int = 40, topk: int = 24) -> Args:
+    args = _sparse_mha(heads, seq, s_kv, topk)
+    del args["v"]
+    return with_forward("sparse_mha_dist", args)
+
+
 def pack_kv_fp8(rows: int = 7, d_qk: int = 576) -> Args:
     return {"kv": _normal(rows, d_qk).to(BF16)}
 
@@ -187,6 +211,8 @@ def mhc_post_bwd(tokens: int = 5, streams: int = 4, columns: int = 128) -> Args:
 _SAVED = {
     "sparse_mla_bwd": ("sparse_mla_fwd", ("out", "lse")),
     "attn_dist": ("sparse_mla_fwd", (None, "lse")),
+    "sparse_mha_bwd": ("sparse_mha_fwd", ("out", "lse")),
+    "sparse_mha_dist": ("sparse_mha_fwd", (None, "lse")),
     "block_sparse_attn_bwd": ("block_sparse_attn_fwd", ("out", "lse")),
     "mhc_pre_bwd": ("mhc_pre_fwd", (None, "h_post", None, "inv_rms", "h_mix", "h_pre")),
 }
@@ -206,7 +232,8 @@ def with_forward(op: str, args: Args) -> Args:
     if op == "mhc_pre_bwd":  # which takes no bias itself
         args = {"bias": args["phi"].new_zeros(len(args["phi"])), **args}
     known = {argument.name for argument in getattr(torch.ops.dsa, forward).default._schema.arguments}
-    results = getattr(torch.ops.dsa, forward)(**{name: args[name] for name in args.keys() & known})
+    given = {"v": args["k"], **args} if op == "sparse_mha_dist" else args  # which takes no values itself
+    results = getattr(torch.ops.dsa, forward)(**{name: given[name] for name in given.keys() & known})
     saved = {name: result for name, result in zip(names, results, strict=True) if name is not None}
     if op != "mhc_pre_bwd":
         return {**args, **saved}

@@ -1,7 +1,9 @@
 """indexer_topk on a GPU: the composition of indexer_logits and topk_select, bit for bit. Views, streams and graphs of
 both operators are in test_indexer_logits_gpu.py."""
 
+import math
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from indexer_gpu_inputs import (
     check_rows_that_no_kernel_takes,
     composed,
     every_kernel,
+    logits_of,
     make_gpu,
     message,
     on_device,
@@ -22,7 +25,9 @@ from indexer_gpu_inputs import (
     selected,
     with_bounds,
 )
+from torch import Tensor
 
+from dsa_ext.testing.inputs import IndexerInputs
 from dsa_ext.testing.memory import workspace_bytes
 from dsa_ext.testing.tolerances import check_selected
 
@@ -137,7 +142,7 @@ def test_selection_above_bars_in_runs() -> None:
 
 
 def rows_beside_bars() -> dict[str, tuple[Any, ...]]:
-    """Keys, scales and weights for which samples mislead: too few logits above the bar, or too many."""
+    """Keys, scales and weights for which samples may mislead: too few logits above the bar, or too many."""
     inputs = make_gpu(1403, 50001)
     assert inputs.k_scale is not None
     place = torch.arange(50001, device=DEVICE)
@@ -147,7 +152,7 @@ def rows_beside_bars() -> dict[str, tuple[Any, ...]]:
     return {
         "equal": (inputs, one_key, one, weights),
         "zeros": (inputs, torch.zeros_like(inputs.k), one, weights),
-        "negative zeros": (inputs, torch.zeros_like(inputs.k), one, -weights),
+        "negative zeros": (inputs, torch.zeros_like(inputs.k), -one, weights),
         "repeated": (inputs, inputs.k[:100].repeat(501, 1)[:50001], one, weights),
         "ascending": (inputs, one_key, torch.linspace(1, 2, 50001, device=DEVICE), weights),
         "descending": (inputs, one_key, torch.linspace(2, 1, 50001, device=DEVICE), weights),
@@ -159,27 +164,130 @@ def rows_beside_bars() -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        "equal",
-        "zeros",
-        "negative zeros",
-        "repeated",
-        "ascending",
-        "descending",
-        "infinite",
-        "NaN",
-        "best are sampled",
-        "worst are sampled",
-        "best are neighbors",
-    ],
-)
+#: For which topk the bars of these rows mislead, so that they are done again.
+DONE_AGAIN = {
+    "equal": (1, 2048),
+    "zeros": (1, 2048),
+    "negative zeros": (1, 2048),
+    "repeated": (1,),
+    "ascending": (),
+    "descending": (),
+    "infinite": (1, 2048),
+    "NaN": (),
+    "best are sampled": (2048,),
+    "worst are sampled": (1, 2048),
+    "best are neighbors": (),
+}
+
+
+@pytest.mark.parametrize("rows", DONE_AGAIN)
 def test_rows_whose_sample_misleads(rows: str) -> None:
     inputs, k, k_scale, weights = rows_beside_bars()[rows]
     inputs = with_bounds(replace(inputs, k=k, k_scale=k_scale, weights=weights), "whole")
     for topk in (1, 2048):
         check_selected(selected(inputs, topk), composed(inputs, topk))
+
+
+def mixed(seq: int, s_kv: int, dtype: torch.dtype) -> IndexerInputs:
+    """Of three rows the first has equal logits, so that none is above its bar; the second has its best keys outside of
+    the sample, so that too many are above its bar; the third one's bar does not mislead."""
+    inputs = with_bounds(make_gpu(seq, s_kv, 16, 64, dtype), "whole")
+    q, k, weights = inputs.q.float(), inputs.k.float(), inputs.weights.abs()
+    most_q, most_k = q.max(), k.max()
+    q[:, :, 0], k[:, 0] = 0, most_k
+    q[1::3, :, 0], k[::17, 0] = most_q, 0
+    weights[::3] = 0
+    return replace(inputs, q=q.to(dtype), k=k.to(dtype), weights=weights)
+
+
+@both_dtypes
+def test_rows_whose_bars_mislead_beside_others(dtype: torch.dtype) -> None:
+    inputs = mixed(1403, 50001, dtype)
+    check_selected(selected(inputs, 2048), composed(inputs, 2048))
+
+
+def test_rows_whose_bars_mislead_in_later_runs() -> None:
+    inputs = mixed(4700, 98304, torch.bfloat16)
+    indices, values = selected(inputs, 4096)
+    for run in (slice(0, 300), slice(4450, 4700)):
+        check_selected((indices[run], values[run]), composed(queries(inputs, run), 4096))
+
+
+@pytest.mark.gpu_memory(5)
+@both_dtypes
+def test_rows_whose_bars_mislead_among_the_most_keys(dtype: torch.dtype) -> None:
+    """Rows that are done again are selected by several CTAs each, which leave other rows as they are."""
+    inputs = mixed(520, 2**20, dtype)
+    check_selected(selected(inputs, 2048), composed(inputs, 2048))
+
+
+@both_dtypes
+def test_rows_whose_bars_mislead_in_a_graph(dtype: torch.dtype) -> None:
+    """Other rows at each replay, then none."""
+    inputs = mixed(1403, 50001, dtype)
+    selected(inputs, 2048)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = selected(inputs, 2048)
+    k = inputs.k.clone()
+    k[:, 0] = 0
+    for _ in range(3):
+        graph.replay()
+        check_selected(result, composed(inputs, 2048))
+        inputs.weights.copy_(inputs.weights.roll(1, 0))
+    inputs.weights.fill_(1)
+    inputs.k.copy_(k)
+    graph.replay()
+    check_selected(result, composed(inputs, 2048))
+
+
+def misleads(host_functions: ModuleType, inputs: IndexerInputs, topk: int) -> Tensor:
+    """Whether a row's bar misleads, by the rule of csrc/ops/indexer/indexer_topk."""
+    plan, every = host_functions.indexer_topk, host_functions.indexer_logits.key_of_sample(1)
+    logits = logits_of(inputs)
+    logits = logits.masked_fill(logits.isnan(), -math.inf)
+    bars = logits[:, ::every].topk(plan.rank_of_bar(topk)).values[:, -1:]
+    above = (logits > bars).sum(1)
+    result: Tensor = ((above < topk) & (bars[:, 0] > -math.inf)) | (above > plan.max_candidates(topk))
+    return result
+
+
+def test_which_bars_mislead(host_functions: ModuleType) -> None:
+    """The tests above have the rows that they claim to have."""
+    for name, (inputs, k, k_scale, weights) in rows_beside_bars().items():
+        inputs = queries(with_bounds(replace(inputs, k=k, k_scale=k_scale, weights=weights), "whole"), slice(90))
+        for topk in (1, 2048):
+            assert bool((misleads(host_functions, inputs, topk) == (topk in DONE_AGAIN[name])).all()), (name, topk)
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        for s_kv, topk in ((50001, 2048), (98304, 4096), (2**20, 2048)):
+            expected = torch.tensor([True, True, False], device=DEVICE).repeat(30)
+            assert torch.equal(misleads(host_functions, mixed(90, s_kv, dtype), topk), expected), (dtype, s_kv)
+    plan = host_functions.indexer_topk
+    assert plan.rows_at_once(4700, 2 * plan.max_candidates(4096)) < 4700, "not a run for all"
+    assert host_functions.topk_select.plan_ctas(plan.rows_at_once(520, 2**20), 2**20, 132) > 1, "a CTA for each row"
+
+
+@pytest.mark.parametrize(("topk", "window"), [(7, 150), (2048, 3000), (4096, 5000)])
+def test_signs_of_zeros_without_a_bar(topk: int, window: int) -> None:
+    """So few keys in a row's window that its sample gives no bar: all of them are candidates."""
+    inputs = make_gpu(1403, 100_000)
+    assert inputs.k_scale is not None
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    zero, negative = torch.rand((2, 100_000), generator=generator, device=DEVICE) < 0.5
+    starts = torch.arange(1403, dtype=torch.int32, device=DEVICE) * 67
+    inputs = replace(
+        inputs,
+        k=inputs.k.float().masked_fill(zero[:, None], 0).to(inputs.k.dtype),
+        k_scale=torch.where(negative, -inputs.k_scale, inputs.k_scale),
+        ks=starts,
+        ke=starts + window,
+    )
+    indices, values = selected(inputs, topk)
+    check_selected((indices, values), composed(inputs, topk))
+    if topk > window // 3:
+        signs = values[values == 0].signbit()
+        assert signs.any()
+        assert not signs.all()
 
 
 def test_one_row_whose_sample_misleads() -> None:

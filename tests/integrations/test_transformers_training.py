@@ -285,13 +285,13 @@ def test_deterministic_gradients(deterministic: bool | None, checkpointing: bool
 def test_the_first_queries_are_dense(name: str, train_indexer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every layer, also in those that share an indexer, with what listed keys give."""
     model, ids = make_model(name).train(), tokens()
-    rows, plain = [], absorption.DenseAttention
+    rows, plain = [], absorption.ExpandedAttention
 
     def counted(heads: Any, *args: Any, **options: Any) -> Any:
         rows.append(heads.shape[1])
         return plain(heads, *args, **options)
 
-    monkeypatch.setattr(absorption, "DenseAttention", counted)
+    monkeypatch.setattr(absorption, "ExpandedAttention", counted)
 
     def results(deterministic: bool, **inputs: Any) -> list[Any]:
         model.zero_grad()

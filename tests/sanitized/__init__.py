@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from sanitized import block_sparse, fp8, indexer, mhc, sparse_mla
+from sanitized import block_sparse, fp8, indexer, mhc, sparse_mha, sparse_mla
 
 PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
@@ -15,6 +15,7 @@ PARTS: dict[str, Callable[[], None]] = {
         sparse_mla.sparse_mla_decode,
         sparse_mla.pack_kv_fp8,
         sparse_mla.rope,
+        sparse_mha.sparse_mha,
         indexer.topk_select,
         indexer.indexer,
         indexer.indexer_paged,

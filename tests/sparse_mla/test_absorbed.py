@@ -12,6 +12,7 @@ from dsa_ext import functional
 from dsa_ext.nn import absorbed, absorption
 from dsa_ext.nn.absorbed import absorbed_attention, absorbed_queries
 from dsa_ext.nn.absorption import Rope
+from dsa_ext.nn.expanded import Expanded
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
 from dsa_ext.nn.projections import is_plain
@@ -124,24 +125,24 @@ def test_output_projection(queries: int, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(*gradients)
 
 
-def with_complete_lists(ids: Tensor, dense_rows: int) -> Tensor:
+def with_complete_lists(ids: Tensor, expanded_rows: int) -> Tensor:
     """The ids, where the first queries list all keys up to their own."""
     ids = torch.cat([ids, ids.new_full((BATCH, SEQ, 1, SEQ - SLOTS), -1)], dim=-1)
     key = torch.arange(SEQ, dtype=torch.int32)
-    ids[:, :dense_rows, 0] = key.where(key <= key[:, None], -1)[:dense_rows]
+    ids[:, :expanded_rows, 0] = key.where(key <= key[:, None], -1)[:expanded_rows]
     return ids
 
 
-@pytest.mark.parametrize("dense_rows", [1, 4, SEQ])
+@pytest.mark.parametrize("expanded_rows", [1, 4, SEQ])
 @pytest.mark.parametrize("queries", [3, 2 * SEQ, BATCH * SEQ])
 @pytest.mark.parametrize("distribution", [False, True])
 @pytest.mark.parametrize("projected", [False, True])
-def test_dense_rows(
-    dense_rows: int, queries: int, distribution: bool, projected: bool, monkeypatch: pytest.MonkeyPatch
+def test_expanded_rows(
+    expanded_rows: int, queries: int, distribution: bool, projected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(absorbed, "_BYTES", queries * HEADS * (LATENT + ROPE) * 8)
     leaves, ids, rope = make_inputs()
-    ids = with_complete_lists(ids, dense_rows)
+    ids = with_complete_lists(ids, expanded_rows)
     expected, _, p = plain(leaves, ids, rope)
     weight = None
     if projected:
@@ -150,16 +151,24 @@ def test_dense_rows(
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         got = absorbed_attention(
-            *leaves[:4], ids, rope, sm_scale=SCALE, out_weight=weight, distribution=distribution, dense_rows=dense_rows
+            *leaves[:4],
+            ids,
+            rope,
+            sm_scale=SCALE,
+            out_weight=weight,
+            distribution=distribution,
+            expanded=Expanded(expanded_rows, expanded_rows),
         )
     latents = sum(len(t.flatten(0, -2)) for t in kept if t.shape[2:] == (HEADS, LATENT))
-    assert latents == BATCH * (SEQ - dense_rows) * HEADS
+    assert latents == BATCH * (SEQ - expanded_rows) * HEADS
     torch.testing.assert_close(got.out, expected)
     assert got.lse is None
     if distribution:
         torch.testing.assert_close(got.distribution, p)
     with torch.no_grad():
-        out = absorbed_attention(*leaves[:4], ids, rope, sm_scale=SCALE, out_weight=weight, dense_rows=dense_rows).out
+        out = absorbed_attention(
+            *leaves[:4], ids, rope, sm_scale=SCALE, out_weight=weight, expanded=Expanded(expanded_rows, expanded_rows)
+        ).out
     torch.testing.assert_close(out, expected)
     for wanted in (leaves, *([leaf] for leaf in leaves)):
         gradients = [torch.autograd.grad(o.sin().sum(), wanted, retain_graph=True) for o in (got.out, expected)]
@@ -167,18 +176,23 @@ def test_dense_rows(
 
 
 @pytest.mark.parametrize("by", ["argument", "torch"])
-def test_dense_rows_of_deterministic_calls(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expanded_rows_of_deterministic_calls(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the same bits as listed keys."""
-    monkeypatch.setattr(absorption, "DenseAttention", None)
+    monkeypatch.setattr(absorption, "ExpandedAttention", None)
     leaves, ids, rope = make_inputs()
     ids = with_complete_lists(ids, 4)
     torch.use_deterministic_algorithms(by == "torch")
     try:
         outs = [
             absorbed_attention(
-                *leaves, ids, rope, sm_scale=SCALE, deterministic=by == "argument", dense_rows=dense_rows
+                *leaves,
+                ids,
+                rope,
+                sm_scale=SCALE,
+                deterministic=by == "argument",
+                expanded=Expanded(expanded_rows, expanded_rows),
             ).out
-            for dense_rows in (0, 4)
+            for expanded_rows in (0, 4)
         ]
         gradients = [torch.autograd.grad(out.sin().sum(), leaves) for out in outs]
     finally:
@@ -187,11 +201,13 @@ def test_dense_rows_of_deterministic_calls(by: str, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_dense_rows_show_nan() -> None:
+def test_expanded_rows_show_nan() -> None:
     leaves, ids, rope = make_inputs()
     heads, *others = (t.detach().clone() for t in leaves)
     heads[0, 2] = torch.nan
-    out = absorbed_attention(heads, *others, with_complete_lists(ids, 4), rope, sm_scale=SCALE, dense_rows=4).out
+    out = absorbed_attention(
+        heads, *others, with_complete_lists(ids, 4), rope, sm_scale=SCALE, expanded=Expanded(4, 4)
+    ).out
     assert torch.equal(out.isnan().all(-1).all(-1).nonzero(), torch.tensor([[0, 2]]))
 
 

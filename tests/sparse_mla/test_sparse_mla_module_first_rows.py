@@ -18,7 +18,7 @@ def test_the_first_queries(seq: int, plain_output: bool, monkeypatch: pytest.Mon
     layer, x = make_layer(), make_input(seq=seq).requires_grad_()
     if not plain_output:
         layer.o_proj.register_forward_hook(lambda *_: None)
-    rows = dense_rows_of(monkeypatch)
+    rows = expanded_rows_of(monkeypatch)
 
     def results() -> tuple[Tensor, ...]:
         result = layer(x)
@@ -40,7 +40,7 @@ def test_the_first_queries(seq: int, plain_output: bool, monkeypatch: pytest.Mon
 def test_queries_that_are_not_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of packed sequences, and of ids from elsewhere, which may be any."""
     layer, x = make_layer(), make_input(1)
-    rows = dense_rows_of(monkeypatch)
+    rows = expanded_rows_of(monkeypatch)
     packed = layer(x, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32))
     total(packed).backward()
     own = torch.arange(9, dtype=torch.int32).view(1, 9, 1)
@@ -48,13 +48,13 @@ def test_queries_that_are_not_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rows
 
 
-def dense_rows_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def expanded_rows_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Filled with the number of queries of each dense attention."""
-    rows, plain = [], absorption.DenseAttention
+    rows, plain = [], absorption.ExpandedAttention
 
     def counted(heads: Tensor, *args: Any, **options: Any) -> Any:
         rows.append(heads.shape[1])
         return plain(heads, *args, **options)
 
-    monkeypatch.setattr(absorption, "DenseAttention", counted)
+    monkeypatch.setattr(absorption, "ExpandedAttention", counted)
     return rows

@@ -91,6 +91,7 @@ indexer_logits::Params params_of(const Scoring& scoring, int64_t first, int64_t 
       .seq_kv = static_cast<int>(k.size(0)),
       .heads = static_cast<int>(q.size(1)),
       .dim = static_cast<int>(q.size(2)),
+      .any_left = nullptr,
       .clean = true,
       .is_bf16 = q.scalar_type() == ScalarType::BFloat16,
       .device = call.index,

@@ -18,6 +18,7 @@ from dsa_ext import functional
 from dsa_ext.integrations.transformers.masks import NAME, bounds_of
 from dsa_ext.nn.absorbed import absorbed_attention
 from dsa_ext.nn.absorption import Rope
+from dsa_ext.nn.expanded import NONE, Expanded, expanded_rows
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 from dsa_ext.nn.projections import has_bias, plain_weight, weight_of
 from dsa_ext.nn.rotary import rotated
@@ -184,16 +185,19 @@ def _attend(
     listed = ids[:, :, None]
     # The bounds also hold for ids that come from elsewhere.
     visible: dict[str, Any] = {} if mask is None else {"starts": bounds.starts, "ends": bounds.ends}
-    # An indexer, here or in an earlier layer, selects every key of the first queries. A replayed selection may be any
-    # other, and should give the bits that it gave when it was recorded.
-    is_selected = options.recorded is None and not options.replayed
-    dense_rows = min(ids.shape[1:]) if mask is None and is_selected else 0
+    # An indexer, here or in an earlier layer, selects each key once, and every key of the first queries. A replayed
+    # selection may be any other, and should give the bits that it gave when it was recorded.
+    expanded = NONE
+    if mask is None and options.recorded is None and not options.replayed:
+        columns = key_weight.shape[1], _ROPE, value_weight.shape[1]
+        first = expanded_rows(ids.shape[1], ids.shape[2], heads.shape[2], *columns)
+        expanded = Expanded(first, first)
     rope = Rope(cos[:, :, None], sin[:, :, None], interleaved=True)
     out_weight = plain_weight(layer.o_proj)
     out, _, p, _ = absorbed_attention(
         heads, key_weight, value_weight, kv, listed, rope, sm_scale=layer.scaling,
         out_weight=out_weight, deterministic=options.deterministic, distribution=trains and tensors is not None,
-        dense_rows=dense_rows, **visible,
+        expanded=expanded, **visible,
     )  # fmt: skip
     out = layer.o_proj(out.flatten(2)) if out_weight is None else out
     if tensors is not None and p is not None:

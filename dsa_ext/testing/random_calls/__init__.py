@@ -9,7 +9,7 @@ import torch
 
 from dsa_ext._public import functions_of
 from dsa_ext.ops import OPERATORS
-from dsa_ext.testing.random_calls import block_sparse, fp8, indexer, indexer_paged, mhc, modules, sparse_mla
+from dsa_ext.testing.random_calls import block_sparse, fp8, indexer, indexer_paged, mhc, modules, sparse_mha, sparse_mla
 from dsa_ext.testing.random_calls.call import Args, Call, operator_call
 from dsa_ext.testing.random_calls.draw import Draw
 
@@ -27,7 +27,9 @@ def _call_maker(op: str, make_args: Callable[[Draw], Args]) -> Callable[[Draw], 
 
 #: All targets by name: the operators of torch.ops.dsa, then functional.*, then nn.*
 TARGETS: dict[str, Callable[[Draw], Call]] = {}
-_FAMILIES = [functions_of(vars(family)) for family in (sparse_mla, indexer, indexer_paged, block_sparse, fp8, mhc)]
+_FAMILIES = [
+    functions_of(vars(family)) for family in (sparse_mla, sparse_mha, indexer, indexer_paged, block_sparse, fp8, mhc)
+]
 for _functions in _FAMILIES:
     TARGETS |= {op: _call_maker(op, make_args) for op, make_args in _functions.items() if op in OPERATORS}
 TARGETS |= indexer.CALLS | indexer_paged.CALLS

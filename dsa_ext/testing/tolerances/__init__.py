@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsa_ext import reference
 from dsa_ext._public import functions_of
 from dsa_ext.ops import OPERATORS
-from dsa_ext.testing.tolerances import attention, attention_gradients, indexer, indexer_paged, mixing
+from dsa_ext.testing.tolerances import attention, attention_gradients, indexer, indexer_paged, mixing, sparse_mha
 from dsa_ext.testing.tolerances.limits import (
     FP8_SIMILARITY,
     FP32_SIMILARITY,
@@ -42,7 +42,7 @@ __all__ = [
 
 _JUDGED: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
     op: judge
-    for module in (attention, attention_gradients, indexer, indexer_paged, mixing)
+    for module in (attention, attention_gradients, indexer, indexer_paged, mixing, sparse_mha)
     for op, judge in functions_of(vars(module)).items()
     if op in OPERATORS
 }

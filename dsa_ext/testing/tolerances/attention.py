@@ -108,7 +108,7 @@ def softmax_of(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Softma
 _LAG = 2.0**8
 
 
-def _add_probabilities(rounded: Rounded, p: Tensor, values: Tensor) -> None:
+def add_probabilities(rounded: Rounded, p: Tensor, values: Tensor) -> None:
     """Adds the probabilities that bf16 rounding changes. They are rounded to fp32 first, since equal probabilities may
     differ in the last bits of float64 from row to row."""
     p = p.float().double()
@@ -116,7 +116,7 @@ def _add_probabilities(rounded: Rounded, p: Tensor, values: Tensor) -> None:
     rounded.add(p, (p.square() * values.square().sum(-1)[..., None, :]).where(is_rounded, 0))
 
 
-def _output(value: Tensor, parts: "Parts", rounded: Rounded) -> Expected:
+def output(value: Tensor, parts: "Parts", rounded: Rounded) -> Expected:
     """The bf16 output sum_i p_i v_i. The bound is capped: whatever p is, no element exceeds the largest value."""
     bound = ELEMENTWISE * parts.magnitude + parts.noise
     return Expected(
@@ -131,7 +131,7 @@ def _output(value: Tensor, parts: "Parts", rounded: Rounded) -> Expected:
     )
 
 
-def _lse(value: Tensor, parts: "Parts") -> Expected:
+def lse_of(value: Tensor, parts: "Parts") -> Expected:
     limit = parts.lse_limit
     return Expected("lse", value, bound=limit, noise=limit, similarity=None, free=parts.free, loose=parts.unsure)
 
@@ -202,7 +202,7 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
     for chunk in sparse_mla.query_chunks(q, kv, indices, visible_slots(args)):
         s = softmax_of(chunk.q, chunk.keys, chunk.visible, scale)
         chunk_parts = Parts.of(s, chunk.keys[..., :d_v], chunk.visible)
-        _add_probabilities(rounded, s.p, chunk.keys[..., :d_v])
+        add_probabilities(rounded, s.p, chunk.keys[..., :d_v])
         parts.put((slice(None), chunk.queries), chunk_parts, lambda t: t.flatten(2, 3))
     if sink is not None:
         share = sparse_mla.share_after_sink(lse, sink)
@@ -214,7 +214,7 @@ def sparse_mla_fwd(args: dict[str, Any]) -> list[Expected]:
         noise = noise + TINY * _LAG * max(1, indices.shape[3])
         parts.noise = parts.noise * (share + noise)[..., None] + parts.magnitude * noise[..., None]
         parts.magnitude = parts.magnitude * share[..., None]
-    return [_output(out, parts, rounded), _lse(lse, parts)]
+    return [output(out, parts, rounded), lse_of(lse, parts)]
 
 
 def sparse_mla_max_fwd(args: dict[str, Any]) -> list[Expected]:
@@ -262,6 +262,15 @@ def wide_with_lse(args: dict[str, Any]) -> dict[str, Any]:
     return args if lse.dtype == torch.float64 else {**args, "lse": numerics.with_margin(args["lse"])}
 
 
+def weights_of(s: Scores, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(score - lse), the bound of its error, and whether it may overflow; `lse` is [.., n, 1]."""
+    log_p = (s.scores - lse).masked_fill(lse == -torch.inf, -torch.inf)
+    p = log_p.exp()
+    unsure = s.noise + 2 * FP32_RESOLUTION * lse.abs().nan_to_num(0, 0, 0)
+    off = spread(log_p, unsure) + FP32_ELEMENTWISE * p + TINY * (p > 0)
+    return p, off, s.free[..., None] | (off > HUGE) | overflows(p)
+
+
 def attn_dist(args: dict[str, Any]) -> list[Expected]:
     args = wide_with_lse(args)
     q, kv, indices, lse = (args[name] for name in ("q", "kv", "indices", "lse"))
@@ -274,17 +283,12 @@ def attn_dist(args: dict[str, Any]) -> list[Expected]:
     noise, free = torch.zeros_like(sums), torch.zeros_like(sums, dtype=torch.bool)
     for chunk in sparse_mla.query_chunks(q, kv, indices, visible):
         s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
-        own = lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])[..., None]
-        log_p = (s.scores - own).masked_fill(own == -torch.inf, -torch.inf)
-        p = log_p.exp()
-        unsure = s.noise + 2 * FP32_RESOLUTION * own.abs().nan_to_num(0, 0, 0)
-        off = spread(log_p, unsure) + FP32_ELEMENTWISE * p + TINY * (p > 0)
+        p, off, over = weights_of(s, lse[:, chunk.queries].unflatten(2, chunk.q.shape[2:4])[..., None])
         for block in range(blocks):
             heads = slice(block * step, (block + 1) * step)
             sums[block, :, chunk.queries] = p[..., heads, :].sum(3)
             noise[block, :, chunk.queries] = off[..., heads, :].sum(3)
-            over = s.free[..., heads, None] | (off[..., heads, :] > HUGE) | overflows(p[..., heads, :])
-            free[block, :, chunk.queries] = over.any(3)
+            free[block, :, chunk.queries] = over[..., heads, :].any(3)
     free |= overflows(sums)
     # A slot that is not visible must be 0 even if others of its row overflow.
     free = free & visible
@@ -325,10 +329,10 @@ def block_sparse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
             largest = s.p.unflatten(-1, (slots, block)).amax(-1).clamp(min=_LAG_OF_BLOCKS**-1)
             unseen = ~chunk.visible.unflatten(-1, (slots, block)).any(-1)
             chunk_parts.total = chunk_parts.total / largest.masked_fill(unseen, 1).amin(-1, keepdim=True)
-        _add_probabilities(rounded, s.p, chunk.values)
+        add_probabilities(rounded, s.p, chunk.values)
         parts.put((slice(None), slice(None), chunk.queries), chunk_parts, lambda t: t)
     parts = Parts(*(t.flatten(2, 3)[:, :, : q.shape[2]] for t in vars(parts).values()))
-    return [_output(out, parts, rounded), _lse(lse, parts)]
+    return [output(out, parts, rounded), lse_of(lse, parts)]
 
 
 def coarse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
@@ -346,8 +350,8 @@ def coarse_attn_fwd(args: dict[str, Any]) -> list[Expected]:
         # The largest probabilities have this error too: they are exp(score - lse), of a rounded lse.
         s.noise = (s.noise + spread(s.p.log(), 2 * FP32_RESOLUTION * s.lse.abs()[..., None])).clamp(max=1)
         parts.put((slice(None), slice(None), rows), Parts.of(s, v[:, :, None], visible), lambda t: t.flatten(1, 2))
-        _add_probabilities(rounded, s.p, v[:, :, None])
+        add_probabilities(rounded, s.p, v[:, :, None])
         noise[:, :, i] = (s.noise + FP32_ELEMENTWISE * s.p + TINY).flatten(1, 2).mean(2)
         free[:, :, i] = s.free.any(-1).flatten(1, 2)[..., None]
     means = Expected("scores", scores, bound=noise, noise=noise, similarity=FP32_SIMILARITY, free=free)
-    return [_output(out, parts, rounded), _lse(lse, parts), means]
+    return [output(out, parts, rounded), lse_of(lse, parts), means]

@@ -74,7 +74,7 @@ def score_gradients(
     return ScoreGradients(p, p_noise, rounding_error(p), ds * scale, noise, ds_made, free)
 
 
-def _gradient(
+def sums_gradient(
     name: str,
     value: Tensor,
     sums: Sequence[Tensor],
@@ -92,7 +92,7 @@ def _gradient(
     )
 
 
-def _scale_of(args: dict[str, Any]) -> float:
+def usable_scale_of(args: dict[str, Any]) -> float:
     """The scale. 0 is replaced by a negligible number, by which sums can be divided to see if they overflow before."""
     return scale_of(args) or 1e-300
 
@@ -115,7 +115,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     rows_are_rounded = args.pop("deterministic")
     d_v = args.pop("d_v")
     q, kv, indices, dout, out, lse = (args[name] for name in ("q", "kv", "indices", "dout", "out", "lse"))
-    sink, dlse, scale, visible = args["attn_sink"], args["dlse"], _scale_of(args), visible_slots(args)
+    sink, dlse, scale, visible = args["attn_sink"], args["dlse"], usable_scale_of(args), visible_slots(args)
     dq, dkv, d_sink, _ = reference.sparse_mla_bwd(**args)
 
     share = sparse_mla.share_after_sink(lse, sink)
@@ -188,8 +188,8 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
     # Sums that are accumulated in memory may flush subnormal numbers to 0 at each term.
     dkv_noise = dkv_noise + TINY * dkv_terms
     expected = [
-        _gradient("dq", dq, (dq_noise, dq_squares, dq_made, dq_total), free[..., None], scale, rounded["dq"]),
-        _gradient(
+        sums_gradient("dq", dq, (dq_noise, dq_squares, dq_made, dq_total), free[..., None], scale, rounded["dq"]),
+        sums_gradient(
             "dkv", dkv, (dkv_noise, dkv_squares, dkv_made, dkv_total), dkv_free > 0, scale, rounded["dkv"], dkv_rows
         ),
     ]
@@ -206,7 +206,7 @@ def sparse_mla_bwd(args: dict[str, Any]) -> list[Expected]:
 def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
     args = wide_with_lse(args)
     q, k, v, dout, out, lse = (args[name] for name in ("q", "k", "v", "dout", "out", "lse"))
-    dlse, scale = args["dlse"], _scale_of(args)
+    dlse, scale = args["dlse"], usable_scale_of(args)
     count, kv_blocks, block = block_sparse.blocks(q.shape[2]), block_sparse.blocks(k.shape[2]), block_sparse.BLOCK
     dq, dk, dv = reference.block_sparse_attn_bwd(**args)
 
@@ -270,8 +270,8 @@ def block_sparse_attn_bwd(args: dict[str, Any]) -> list[Expected]:
         return t.flatten(2, 3)[:, :, : q.shape[2]]
 
     *parts, over = (by_query(t) for t in (dq_noise, dq_squares, dq_made, dq_total, free[..., None]))
-    expected = [_gradient("dq", dq, parts, over, scale, rounded["dq"])]
+    expected = [sums_gradient("dq", dq, parts, over, scale, rounded["dq"])]
     for name, value in (("dk", dk), ("dv", dv)):
         parts = [by_key(f"{name} {kind}") for kind in kinds]
-        expected.append(_gradient(name, value, parts, by_key("free") > 0, scale, rounded[name]))
+        expected.append(sums_gradient(name, value, parts, by_key("free") > 0, scale, rounded[name]))
     return expected

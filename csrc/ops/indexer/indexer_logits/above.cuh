@@ -3,8 +3,8 @@
 #pragma once
 
 #include "config.h"
-#include "ops/indexer/indexer_topk/sample.h"
 #include "params.h"
+#include "sample.h"
 #include "sm90/mbarrier.cuh"
 #include "sm90/memory.cuh"
 
@@ -33,6 +33,9 @@ struct Finds {
   }
 };
 
+// How many of the voted lanes are before this one.
+__device__ __forceinline__ int lanes_before(unsigned lanes) { return __popc(lanes & ((1u << threadIdx.x % 32) - 1)); }
+
 // The side of a multiplying warp. Called by all its lanes. What branches depend on is voted on, so that the compiler
 // knows that the warp stays together: if not, it keeps the descriptors of all products in ordinary registers.
 template <class Finds>
@@ -46,9 +49,9 @@ struct Finder {
 
   // Notes a lane's logit if it is `wanted`.
   __device__ __forceinline__ void add(bool wanted, int place, float logit) {
-    const unsigned lanes = __ballot_sync(~0u, wanted), lanes_before = (1u << threadIdx.x % 32) - 1;
+    const unsigned lanes = __ballot_sync(~0u, wanted);
     if (lanes == 0) return;
-    const uint32_t address = end + __popc(lanes & lanes_before) * unsigned{sizeof(Find)};
+    const uint32_t address = end + lanes_before(lanes) * unsigned{sizeof(Find)};
     if (wanted) sm90::store_shared(address, make_uint2(__float_as_uint(logit), place));
     end += __popc(lanes) * unsigned{sizeof(Find)};
   }
@@ -74,18 +77,21 @@ struct Finder {
 };
 
 // Moves what the multiplying warps hand over to the lists. Run by kSpareThreads threads, in groups: each has one warp.
+// A group goes on once all its lanes have seen the barrier's phase, so that they stay together.
 template <int kQueries, class Finds>
 __device__ __forceinline__ void collect(Finds* all, const Above& above, int thread) {
   constexpr int kGroup = 5;
   static_assert(kMathThreads / 32 <= kSpareThreads / 32 * (32 / kGroup));
   const int lane = thread % 32, index = lane % kGroup;
+  const unsigned group = (1u << kGroup) - 1 << lane / kGroup * kGroup;
   const int warp = lane / kGroup + thread / 32 * (32 / kGroup);
   bool watches = lane / kGroup < 32 / kGroup && warp < kMathThreads / 32;
   Finds& shared = all[watches ? warp : 0];
   for (unsigned turn = 0; __any_sync(~0u, watches);) {
     const unsigned buffer = turn % 2;
-    const bool ready = watches && sm90::test_wait(&shared.full[buffer], turn / 2 % 2);
-    if (!__any_sync(~0u, ready)) __nanosleep(100);
+    const unsigned lanes = __ballot_sync(~0u, watches && sm90::test_wait(&shared.full[buffer], turn / 2 % 2));
+    const bool ready = (lanes & group) == group;
+    if (lanes == 0) __nanosleep(100);
     if (ready) {
       const int count = shared.counts[buffer], first_query = shared.first_queries[buffer];
       for (int i = index; i < count; i += kGroup) {
@@ -93,7 +99,7 @@ __device__ __forceinline__ void collect(Finds* all, const Above& above, int thre
         const int64_t row = first_query + find.place % kQueries;
         const unsigned place = atomicAdd(above.counts + row, 1u);
         if (place < static_cast<unsigned>(above.max)) {
-          above.candidates[row * above.max + place] = {find.logit, indexer_topk::key_of_other(find.place / kQueries)};
+          above.candidates[row * above.max + place] = {find.logit, key_of_other(find.place / kQueries)};
         }
       }
       watches = count >= 0;

@@ -274,10 +274,10 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
     };
     for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
       wait(&shared.keys_full[ring.slot], ring.parity);
-      if (turns == 1 && queries == kQueries && tile * kTileKeys >= range.common_begin &&
-          (tile + 1) * kTileKeys <= range.common_end) {
-#pragma unroll(kC.unrolls() ? kTileParts : 1)
-        for (int part = 0; part < kTileParts; ++part) multiply_part(std::true_type{}, tile, part);
+      if (queries == kQueries && tile * kTileKeys >= range.common_begin && (tile + 1) * kTileKeys <= range.common_end) {
+        constexpr int kParts = kC.warpgroup_parts(), kTurns = kTileParts / kParts;
+#pragma unroll(kC.unrolls() ? kParts : 1)
+        for (int i = 0; i < kParts; ++i) multiply_part(std::true_type{}, tile, kTurns > 1 ? i * kTurns + turn : i);
       } else {
 #pragma unroll 1
         for (int part = turn; part < kTileParts && turn < turns; part += turns) {
@@ -320,6 +320,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   launch_dependents();
   wait_for_preceding_kernel();
+  if constexpr (!kAbove) {
+    if (p.any_left != nullptr && *p.any_left == 0) return;
+  }
   plan(shared, p, blocks);
 
   if (threadIdx.x < kMathThreads) {

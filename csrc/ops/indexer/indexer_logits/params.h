@@ -29,9 +29,10 @@ struct Params {
   int64_t q_stride_s, q_stride_h, k_stride, weights_stride, starts_stride, ends_stride;  // in elements
   int64_t logits_stride;
   int seq, seq_kv, heads, dim;
-  bool clean;    // write -inf outside of the bounds
-  bool is_bf16;  // else e4m3
-  int device;    // CUDA device index
+  const int* any_left;  // null, or nothing is done if it holds 0
+  bool clean;           // write -inf outside of the bounds
+  bool is_bf16;         // else e4m3
+  int device;           // CUDA device index
   int num_sms;
   Above above;  // of launch_above
 };
@@ -40,7 +41,7 @@ struct Params {
 const char* launch(const Params& params, void* stream);
 const char* launch_fp8(const Params& params, void* stream);
 const char* launch_bf16(const Params& params, void* stream);
-// The same with logits above a bar listed instead of stored. k lacks the sampled keys, see indexer_topk/sample.h;
+// The same with logits above a bar listed instead of stored. k lacks the sampled keys, see sample.h;
 // candidates have the numbers that keys have among all. At least 16 heads.
 const char* launch_above(const Params& params, void* stream);
 const char* launch_above_fp8(const Params& params, void* stream);

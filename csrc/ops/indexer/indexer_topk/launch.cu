@@ -1,6 +1,7 @@
 // The kernels of indexer_topk around those that score and select.
+#include "ops/indexer/indexer_logits/above.cuh"
 #include "params.h"
-#include "sample.h"
+#include "plan.h"
 #include "select.cuh"
 #include "sm90/launch.h"
 #include "sm90/programmatic.cuh"
@@ -36,29 +37,38 @@ __global__ void __launch_bounds__(kThreads) split_kernel(const __grid_constant__
 
 // A warp takes a row.
 __global__ void __launch_bounds__(kThreads) bars_kernel(const __grid_constant__ BarParams p) {
+  constexpr int kLaneEntries = (rank_of_bar(kMaxTopk) + 31) / 32;
   const int row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  sm90::launch_dependents();
   sm90::wait_for_preceding_kernel();
   if (row >= p.rows) return;
-  const int* indices = p.indices + int64_t{row} * p.rank;
-  const float* values = p.values + int64_t{row} * p.rank;
-  float bar = indices[p.rank - 1] >= 0 ? INFINITY : -INFINITY;
-  for (int i = lane; i < p.rank; i += 32) bar = fminf(bar, values[i]);
+  float values[kLaneEntries], bar = INFINITY;
+  int indices[kLaneEntries];
+#pragma unroll
+  for (int i = 0; i < kLaneEntries; ++i) {
+    const int place = i * 32 + lane;
+    const bool exists = place < p.rank;
+    values[i] = exists ? p.values[int64_t{row} * p.rank + place] : NAN;
+    indices[i] = exists ? p.indices[int64_t{row} * p.rank + place] : 0;
+    bar = fminf(bar, values[i]);
+  }
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) bar = fminf(bar, __shfl_xor_sync(~0u, bar, lanes));
+  Candidate* candidates = p.above.candidates + int64_t{row} * p.above.max;
   unsigned count = 0;
-  for (int first = 0; first < p.rank; first += 32) {
-    const int i = first + lane;
-    const bool is_above = i < p.rank && values[i] > bar;
+#pragma unroll
+  for (int i = 0; i < kLaneEntries; ++i) {
+    const bool is_above = values[i] > bar;
     const unsigned lanes = __ballot_sync(~0u, is_above);
     if (is_above) {
-      p.above.candidates[int64_t{row} * p.above.max + count + __popc(lanes & ((1u << lane) - 1))] = {
-          values[i], key_of_sample(indices[i])};
+      candidates[count + indexer_logits::lanes_before(lanes)] = {values[i], key_of_sample(indices[i])};
     }
     count += __popc(lanes);
   }
   if (lane == 0) {
     p.bars[row] = bar;
     p.above.counts[row] = count;
+    if (row == 0) *p.any_left = 0;
   }
 }
 

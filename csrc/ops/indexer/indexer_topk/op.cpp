@@ -5,7 +5,6 @@
 
 #include "ops/indexer/indexer_topk/params.h"
 #include "ops/indexer/indexer_topk/plan.h"
-#include "ops/indexer/indexer_topk/sample.h"
 #include "ops/indexer/inputs.h"
 #include "ops/indexer/topk_select/config.h"
 
@@ -50,7 +49,7 @@ Results empty_results(int64_t seq, int64_t topk, const DeviceCall& call) {
 
 // Scores a run of queries, selects their keys, then goes on to the next run, so that only one run's logits are held.
 void select_in_runs(const indexer::Scoring& scoring, const Results& results, const DeviceCall& call) {
-  const int64_t seq = scoring.q.size(0), seq_kv = scoring.k.size(0), step = queries_at_once(seq, seq_kv);
+  const int64_t seq = scoring.q.size(0), seq_kv = scoring.k.size(0), step = rows_at_once(seq, seq_kv);
   const Tensor logits = empty_float_rows(step, seq_kv, call.index);
   for (int64_t first = 0; first < seq; first += step) {
     indexer_logits::Params scores = indexer::params_of(scoring, first, std::min(step, seq - first), logits, call);
@@ -116,32 +115,34 @@ void select_above_bars(const indexer::Scoring& scoring, const Results& results, 
   const auto [sample, others] = split_keys(scoring, call);
 
   // Memory for the logits of the sample, then for candidates, then for the logits of rows that are done in runs.
-  const int64_t sample_columns = aligned_columns(sample.k.size(0)), columns = aligned_columns(seq_kv);
-  const int64_t row_floats = std::max(sample_columns, places * int64_t{sizeof(indexer_logits::Candidate) / 4});
-  const int64_t step = rows_at_once(seq, row_floats), steps_of_others = rows_at_once(step, columns);
-  const Tensor memory = empty({std::max(step * row_floats, steps_of_others * columns)}, ScalarType::Float, call.index);
+  const auto stride_of = [&](int64_t columns) { return empty_float_rows(0, columns, call.index).stride(0); };
+  const int64_t sample_stride = stride_of(sample.k.size(0)), stride = stride_of(seq_kv);
+  const int64_t row_floats = std::max(sample_stride, places * int64_t{sizeof(indexer_logits::Candidate) / 4});
+  const int64_t step = rows_at_once(seq, row_floats), rest_step = rows_at_once(step, stride);
+  const Tensor memory = empty({std::max(step * row_floats, rest_step * stride)}, ScalarType::Float, call.index);
 
   const Results bests = empty_results(step, rank, call);  // of the sample
   const Tensor bars = empty({step}, ScalarType::Float, call.index), counts = empty({step}, ScalarType::Int, call.index);
-  const Tensor rest = empty({3, step}, ScalarType::Int, call.index);
+  const Tensor rest = empty({3 * step + 1}, ScalarType::Int, call.index);
   int* const rest_starts = static_cast<int*>(rest.data_ptr());
   int* const rest_ends = rest_starts + step;
   int* const rest_wanted = rest_ends + step;
+  int* const any_left = rest_wanted + step;
   const indexer_logits::Above above{
       .bars = static_cast<const float*>(bars.data_ptr()),
       .counts = static_cast<unsigned*>(counts.data_ptr()),
       .candidates = static_cast<indexer_logits::Candidate*>(memory.data_ptr()),
       .max = static_cast<int>(places),
   };
-  const auto params_of = [&](const indexer::Scoring& keys, int64_t first, int64_t count, int64_t stride) {
+  const auto params_of = [&](const indexer::Scoring& keys, int64_t first, int64_t count, int64_t logits_stride) {
     indexer_logits::Params params = indexer::params_of(keys, first, count, memory, call);
-    params.logits_stride = stride;
+    params.logits_stride = logits_stride;
     params.clean = false;
     return params;
   };
   for (int64_t first = 0; first < seq; first += step) {
     const int64_t count = std::min(step, seq - first);
-    const indexer_logits::Params of_sample = params_of(sample, first, count, sample_columns);
+    const indexer_logits::Params of_sample = params_of(sample, first, count, sample_stride);
     call.check(indexer_logits::launch(of_sample, call.stream()));
     call.check(topk_select::launch(bests.selection(of_sample, 0), call.stream()));
     call.check(launch_bars(
@@ -149,6 +150,7 @@ void select_above_bars(const indexer::Scoring& scoring, const Results& results, 
             .indices = static_cast<const int*>(bests.indices.data_ptr()),
             .values = static_cast<const float*>(bests.values.data_ptr()),
             .bars = static_cast<float*>(bars.data_ptr()),
+            .any_left = any_left,
             .above = above,
             .rows = static_cast<int>(count),
             .rank = static_cast<int>(rank),
@@ -158,16 +160,16 @@ void select_above_bars(const indexer::Scoring& scoring, const Results& results, 
     indexer_logits::Params of_others = params_of(others, first, count, 0);
     of_others.above = above;
     call.check(indexer_logits::launch_above(of_others, call.stream()));
-    const indexer_logits::Params of_all = params_of(scoring, first, count, columns);
-    call.check(
-        launch_select({results.selection(of_all, first), above, rest_starts, rest_ends, rest_wanted}, call.stream()));
+    const indexer_logits::Params of_all = params_of(scoring, first, count, stride);
+    call.check(launch_select({results.selection(of_all, first), above, rest_starts, rest_ends, rest_wanted, any_left},
+                             call.stream()));
 
-    for (int64_t begin = 0; begin < count; begin += steps_of_others) {
-      indexer_logits::Params scores =
-          params_of(scoring, first + begin, std::min(steps_of_others, count - begin), columns);
+    for (int64_t begin = 0; begin < count; begin += rest_step) {
+      indexer_logits::Params scores = params_of(scoring, first + begin, std::min(rest_step, count - begin), stride);
       scores.starts = rest_starts + begin;
       scores.ends = rest_ends + begin;
       scores.starts_stride = scores.ends_stride = 1;
+      scores.any_left = any_left;
       topk_select::Params selection = results.selection(scores, first + begin);
       selection.wanted = rest_wanted + begin;
       call.check(indexer_logits::launch(scores, call.stream()));

@@ -32,6 +32,7 @@ struct BarParams {
   const int* indices;   // [rows, rank]: of the sample, -1 behind the last
   const float* values;  // [rows, rank]
   float* bars;          // -Inf if the sample has fewer
+  int* any_left;        // becomes 0
   indexer_logits::Above above;
   int rows, rank;
   int device;
@@ -43,6 +44,7 @@ struct SelectParams {
   topk_select::Params results;  // starts and ends: of all keys
   indexer_logits::Above above;
   int *starts, *ends, *wanted;  // [rows], written: for the other way
+  int* any_left;                // becomes 1 if there are such rows
 };
 
 // These launch on `stream` (a cudaStream_t). They return null, or a text that says what failed.

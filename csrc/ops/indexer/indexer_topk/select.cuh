@@ -3,7 +3,7 @@
 
 #include "ops/indexer/topk_select/kernel.cuh"
 #include "params.h"
-#include "sample.h"
+#include "plan.h"
 
 namespace dsa::indexer_topk {
 
@@ -71,22 +71,6 @@ struct SelectStorage : SelectorStorage<Shape> {
   KeySet<kKeys, Shape::kThreads> set;
 };
 
-// The first digits of keys from the bar's to the highest, of which each thread knows one, if those exclude key 0.
-template <class Selector>
-__device__ __forceinline__ Start start_of_search(Selector& selector, float bar, unsigned highest) {
-  unsigned* maxima = selector.shared.warp_maxima;
-  const int lane = threadIdx.x % 32;
-  highest = __reduce_max_sync(~0u, highest);
-  if (lane == 0) maxima[threadIdx.x / 32] = highest;
-  __syncthreads();
-  if (bar == -INFINITY) return selector.kWhole;
-  const unsigned low = key_of(bar) + 1;
-  highest = __reduce_max_sync(~0u, lane < Selector::Shape::kWarps ? maxima[lane] : 0);
-  const int shift = max(0, 32 - __clz(highest - low) - Selector::Shape::kDigitBits);
-  if ((0 - low) >> shift < Selector::kBins) return selector.kWhole;
-  return {.low = low, .shift = shift};
-}
-
 template <class Shape, int kTopk, int kKeys>
 __global__ void __launch_bounds__(Shape::kThreads, kKeys > kMaxKeysOfSmall ? 1 : Shape::kCtasPerSm)
     select_candidates_kernel(const __grid_constant__ SelectParams p) {
@@ -109,7 +93,10 @@ __global__ void __launch_bounds__(Shape::kThreads, kKeys > kMaxKeysOfSmall ? 1 :
     p.ends[row] = wanted ? p.results.ends[row * p.results.ends_stride] : 0;
     p.wanted[row] = wanted;
   }
-  if (wanted) return;
+  if (wanted) {
+    if (threadIdx.x == 0) *p.any_left = 1;
+    return;
+  }
 
   const Candidate* candidates = p.above.candidates + int64_t{row} * p.above.max;
   const int pieces = pieces_for<Shape>(count), first = held_place(pieces);
@@ -135,7 +122,10 @@ __global__ void __launch_bounds__(Shape::kThreads, kKeys > kMaxKeysOfSmall ? 1 :
     ids[i] = pair.y, ids[i + 1] = pair.w;
     highest = max(highest, max(keys[i], keys[i + 1]));
   }
-  const Selection selection = selector.find(keys, pieces, p.results.topk, 1, start_of_search(selector, bar, highest));
+  selector.set_maximum(highest);
+  __syncthreads();
+  const Start start = selector.start_from(bar > -INFINITY ? key_of(bar) + 1 : 0, 0);
+  const Selection selection = selector.find(keys, pieces, p.results.topk, 1, start);
 
   // Of keys that are equal to the last one to keep, the first ones are kept.
   unsigned ties = 0;

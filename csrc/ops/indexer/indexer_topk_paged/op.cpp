@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor> indexer_topk_paged(Tensor q, Tensor k_cache, Tensor w
   const int64_t batch = q.size(0), queries = q.size(1), page = k_cache.size(1);
   Tensor indices = empty({batch * queries, topk}, ScalarType::Int, call.index);
   Tensor values = empty({batch * queries, topk}, ScalarType::Float, call.index);
-  const int64_t step = std::max<int64_t>(1, indexer_topk::queries_at_once(batch * queries, columns) / queries);
+  const int64_t step = std::max<int64_t>(1, indexer_topk::rows_at_once(batch * queries, columns) / queries);
   const Tensor logits = empty_float_rows(std::min(step, batch) * queries, columns, call.index);
   const Tensor bounds = empty({2, std::min(step, batch) * queries}, ScalarType::Int, call.index);
   for (int64_t first = 0; first < batch; first += step) {

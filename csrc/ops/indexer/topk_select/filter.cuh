@@ -71,8 +71,7 @@ struct Filter {
       keys[i] = sample.key(i);
       highest = max(highest, keys[i]);
     }
-    highest = __reduce_max_sync(~0u, highest);
-    if (threadIdx.x % 32 == 0) selector.shared.warp_maxima[threadIdx.x / 32] = highest;
+    selector.set_maximum(highest);
     const Selection selection = selector.find(keys, 1, static_cast<unsigned>(wanted), 1, kWhole, kGroups / 128);
     const unsigned last_out = selection.threshold - (selection.ties > 0);
     if (last_out == 0) return;
@@ -307,16 +306,6 @@ struct Filter {
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) keys[piece * kPiece + i] = place + i < count ? key_of(r.values[i]) : 0;
     }
-  }
-
-  // Where the radix search begins: with digits from the threshold to the best of the sample, if those exclude key 0.
-  __device__ __forceinline__ Start start_of_search(int ctas) const {
-    if (ctas > 1 || low == 0) return kWhole;
-    const int lane = thread_index() % 32;
-    const unsigned highest = __reduce_max_sync(~0u, lane < Shape::kWarps ? selector.shared.warp_maxima[lane] : 0);
-    const int shift = max(0, 32 - __clz(highest - low) - Shape::kDigitBits);
-    if ((0 - low) >> shift < Shape::kBins) return kWhole;
-    return {.low = low, .keys = static_cast<unsigned>(count), .shift = shift};
   }
 };
 

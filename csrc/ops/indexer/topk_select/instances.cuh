@@ -36,8 +36,8 @@ const char* launch_rows_of(const Params& p, cudaStream_t stream) {
   const bool held = columns_read<T>(p) <= max_held_columns(p.ctas);
   const bool lone = !held && ctas <= (p.ctas > 2 ? sms / 2 : sms);
   // CTAs that start before the preceding kernel has ended gather on the SMs that it leaves first: if those of all SMs
-  // did, some SMs would have several and others none.
-  const sm90::Grid grid(ctas, p.ctas, /*programmatic=*/held ? ctas <= sms / 2 : lone);
+  // did, some SMs would have several and others none. Where few rows are wanted that does not matter.
+  const sm90::Grid grid(ctas, p.ctas, /*programmatic=*/p.wanted != nullptr || (held ? ctas <= sms / 2 : lone));
   if (held) {
     return p.ctas == 1 ? launch_held<T, kSlots, HeldShape>(p, grid, stream)
                        : launch_held<T, kSlots, HeldClusterShape>(p, grid, stream);

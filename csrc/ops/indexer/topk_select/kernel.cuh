@@ -209,7 +209,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
 #pragma unroll
     for (unsigned& key : keys) leave_undefined(key);
     filter.load_keys(keys, pieces);
-    const Selection selection = selector.find(keys, pieces, p.topk, ctas, filter.start_of_search(ctas));
+    const Start start = selector.start_from(ctas > 1 ? 0 : filter.low, filter.count);
+    const Selection selection = selector.find(keys, pieces, p.topk, ctas, start);
     const unsigned bits = selector.kept_bits(keys, pieces, selection, ctas);
     filter.count = selector.keep_in_place(bits, pieces);
     if (read_all) {

@@ -91,6 +91,22 @@ struct Selector {
     }
   }
 
+  // Notes a warp's highest key, of the highest ones of its lanes.
+  __device__ __forceinline__ void set_maximum(unsigned highest) {
+    highest = __reduce_max_sync(~0u, highest);
+    if (threadIdx.x % 32 == 0) shared.warp_maxima[threadIdx.x / 32] = highest;
+  }
+  // A search of keys from `low` on: its first digits span those up to the warps' maxima, if that excludes key 0.
+  // Without a `low` it begins with the first digit of all keys. `keys`: see Start.
+  __device__ __forceinline__ Start start_from(unsigned low, unsigned keys) const {
+    if (low == 0) return kWhole;
+    const int lane = thread_index() % 32;
+    const unsigned highest = __reduce_max_sync(~0u, lane < Shape::kWarps ? shared.warp_maxima[lane] : 0);
+    const int shift = max(0, 32 - __clz(highest - low) - Shape::kDigitBits);
+    if ((0 - low) >> shift < kBins) return kWhole;
+    return {.low = low, .keys = keys, .shift = shift};
+  }
+
   // Sums a count that is the same in all lanes of a warp: over earlier warps, and over all. Synchronizes the CTA.
   __device__ __forceinline__ uint2 sum_warps(unsigned warp_count) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;

@@ -1,0 +1,147 @@
+"""Attention with queries, keys and values of each head, expanded from the latent keys.
+
+At the sizes of DeepSeek-V3.2 a pair of a query and a key takes 3.4 times fewer operations than in the absorbed form.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from dsa_ext import functional
+from dsa_ext.nn.rotary import write_rotated
+from dsa_ext.ops.sparse_mha import NOPE_COLUMNS, ROPE_COLUMNS, VALUE_COLUMNS
+
+
+def attention_of_heads(q: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, sm_scale: float) -> Tensor:
+    """Attention [B, S, H, v] of queries [B, S, H, nope + rope], after RoPE, to latent keys [B, S, latent] and their
+    columns of RoPE [B, S, rope], with the weight [H * (nope + v), latent] of kv_b_proj."""
+    nope_columns = q.shape[-1] - k_rope.shape[-1]
+    keys_and_values = linear(latent, kv_b.to(latent.dtype)).unflatten(-1, (q.shape[2], -1))
+    nope, v = keys_and_values.tensor_split([nope_columns], dim=-1)
+    k = torch.cat([nope, k_rope[:, :, None].expand(*nope.shape[:3], -1)], dim=-1)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=sm_scale).transpose(1, 2)
+
+
+class Expanded(NamedTuple):
+    """So many of the first queries of a sequence list keys among so many of the first keys, each once."""
+
+    rows: int
+    keys: int
+
+
+NONE = Expanded(0, 0)
+
+
+def fits(nope: int, rope: int, v: int) -> bool:
+    """Whether sparse_mha takes heads of these columns."""
+    return (nope, rope, v) == (NOPE_COLUMNS, ROPE_COLUMNS, VALUE_COLUMNS)
+
+
+def expanded_rows(seq: int, topk: int, heads: int, nope: int, rope: int, v: int) -> int:
+    """How many of the first queries of a sequence, which select `topk` keys, take less time in the expanded form: with
+    the columns of sparse_mha four times `topk`, and more with less than 64 heads, which cost the absorbed form nearly
+    as much as 64 (measured: bench/NOTES.md); else those that see no more keys than they select."""
+    return min(seq, topk * (2 + 128 // max(1, min(heads, 64))) if fits(nope, rope, v) else topk)
+
+
+class Attended(NamedTuple):
+    values: Tensor  # [B, S, H, v]
+    lse: Tensor | None = None  # [B, S, H]; None of scaled_dot_product_attention
+
+
+class ExpandedAttention:
+    """Of queries to the keys that they list. Runs on sparse_mha, or with other numbers of columns, if queries list all
+    keys up to their own, on scaled_dot_product_attention. The keys and values of heads are made again for the backward.
+
+    Args:
+        heads: queries [B, S, H, nope + rope], before RoPE.
+        key_weight, value_weight: [H, nope, latent] and [H, v, latent].
+        kv: keys [B, T, 1, latent + rope]. If T = S, no query lists a key after its own.
+        ids: listed keys [B, S, K].
+        cos, sin, interleaved: RoPE of the queries, see absorbed.Rope; [B, S, 1, rope / 2].
+    """
+
+    def __init__(
+        self,
+        heads: Tensor,
+        key_weight: Tensor,
+        value_weight: Tensor,
+        kv: Tensor,
+        ids: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        sm_scale: float,
+    ) -> None:
+        self.key_weight, self.value_weight, self.cos, self.sin = key_weight, value_weight, cos, sin
+        self.interleaved, self.ids = interleaved, ids
+        self._options: dict[str, Any] = {"sm_scale": sm_scale, "causal": heads.shape[1] == kv.shape[1]}
+        n_heads, self.nope, latent = key_weight.shape
+        self.q = heads.clone(memory_format=torch.contiguous_format)
+        write_rotated(self.q[..., self.nope :], heads[..., self.nope :], cos, sin, interleaved)
+        self.latent, self.k_rope = kv[:, :, 0].tensor_split([latent], dim=-1)
+        weights = torch.cat([key_weight, value_weight], dim=1).flatten(0, 1)
+        keys_and_values = linear(self.latent, weights).unflatten(-1, (n_heads, -1))
+        self.k, self.v = keys_and_values.tensor_split([self.nope], dim=-1)
+        self.fits = fits(self.nope, self.k_rope.shape[-1], self.v.shape[-1])
+
+    def attend(self) -> Attended:
+        if not self.fits:
+            return Attended(self._attend_to_all(self.q, self.k, self.k_rope, self.v))
+        inputs = self.q, self.k, self.k_rope, self.v, self.ids
+        return Attended(*functional.sparse_mha(*inputs, **self._options, return_lse=True))
+
+    def distribution(self, attended: Attended) -> Tensor:
+        """The weights of the listed keys [B, S, K], summed over heads, where `attend` gives lse."""
+        assert attended.lse is not None
+        return functional.sparse_mha_dist(self.q, self.k, self.k_rope, self.ids, attended.lse, **self._options)
+
+    def gradients(self, dvalues: Tensor, attended: Attended) -> "ExpandedGradients":
+        """From the gradient of the values, [tokens, H, v], and the results of `attend`."""
+        dout = dvalues.view(attended.values.shape)
+        inputs = self.q, self.k, self.k_rope, self.v
+        if attended.lse is not None:
+            given = dout, *inputs, *attended, self.ids
+            return ExpandedGradients(self, *torch.ops.dsa.sparse_mha_bwd(*given, **self._options))
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            values = self._attend_to_all(*leaves)
+        return ExpandedGradients(self, *torch.autograd.grad(values, leaves, dout))
+
+    def _attend_to_all(self, q: Tensor, k: Tensor, k_rope: Tensor, v: Tensor) -> Tensor:
+        k = torch.cat([k, k_rope[:, :, None].expand(-1, -1, k.shape[2], -1)], dim=-1)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._options["sm_scale"]).transpose(1, 2)
+
+
+class ExpandedGradients:
+    """Gradients of an attention, from those of its queries, keys and values [B, S, H, columns]."""
+
+    def __init__(self, attention: ExpandedAttention, dq: Tensor, dk: Tensor, dk_rope: Tensor, dv: Tensor) -> None:
+        self._of, self._dq, self._dk_rope = attention, dq, dk_rope
+        self._dk, self._dv = dk.flatten(0, 1), dv.flatten(0, 1)  # [tokens, H, columns]
+
+    def write_heads(self, dheads: Tensor) -> None:
+        """Writes that of the heads to `dheads`."""
+        of = self._of
+        dheads[..., : of.nope] = self._dq[..., : of.nope]
+        write_rotated(dheads[..., of.nope :], self._dq[..., of.nope :], of.cos, -of.sin, interleaved_out=of.interleaved)
+
+    def key_weight(self) -> Tensor:
+        return self._weight(self._dk)
+
+    def value_weight(self) -> Tensor:
+        return self._weight(self._dv)
+
+    def _weight(self, gradient: Tensor) -> Tensor:
+        of_rows: Tensor = gradient.flatten(1).mT @ self._of.latent.flatten(0, 1)
+        return of_rows.view(*gradient.shape[1:], -1)
+
+    def keys(self) -> Tensor:
+        """That of kv [B, S, 1, latent + rope]."""
+        dlatent = self._dk.flatten(1) @ self._of.key_weight.flatten(0, 1)
+        dlatent.addmm_(self._dv.flatten(1), self._of.value_weight.flatten(0, 1))
+        return torch.cat([dlatent.view(self._of.latent.shape), self._dk_rope], dim=-1)[:, :, None]

@@ -1,0 +1,59 @@
+"""The kernels of sparse_mha_bwd: lists and gradients beyond those of test_sparse_mha_fwd_gpu.py."""
+
+import pytest
+import torch
+from sparse_mha_gpu_inputs import BACKWARD, check_both, make, with_results
+from sparse_mla_gpu_inputs import DEVICE
+
+from dsa_ext.testing.tolerances import check
+
+pytestmark = pytest.mark.gpu
+
+
+def test_tiles_that_nobody_lists() -> None:
+    """Lists that name few blocks of keys, some queries none, and long runs of blocks of queries that list nothing."""
+    args = make(1, 2000, 9000, 3, 4, causal=False)
+    ids = torch.full((1, 2000, 4), -1, dtype=torch.int32, device=DEVICE)
+    row = torch.arange(0, 2000, 7, device=DEVICE)
+    ids[0, row, 0], ids[0, row, 1] = (row * 3 % 9000).int(), 8999
+    ids[0, 600:1700] = -1
+    results = check_both({**args, "indices": ids})
+    unlisted = torch.ones(9000, dtype=torch.bool, device=DEVICE)
+    unlisted[ids[ids >= 0].long()] = False
+    assert not any(gradient[:, unlisted].any() for gradient in results[3:])
+    assert not results[2][:, 600:1700].any()
+
+
+@pytest.mark.parametrize("heads", [1, 7, 60, 128])
+def test_heads_in_several_launches(heads: int) -> None:
+    """dS of 4500 queries and keys takes 22 MB a head: those of 19 heads are in one of three buffers."""
+    check_both(make(1, 4500, 4500, heads, 64))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_gradients_that_are_not_finite_stay_in_their_head(value: float) -> None:
+    args = with_results(make(2, 300, 300, 4, 60))
+    expected = BACKWARD(**args)
+    args["dout"][0, 7, 2] = value
+    got = BACKWARD(**args)
+    for a, b in zip((got[0], got[1], got[3]), (expected[0], expected[1], expected[3]), strict=True):
+        assert torch.equal(a[1], b[1])
+        assert all(torch.equal(a[0, :, head], b[0, :, head]) for head in (0, 1, 3))
+    assert got[0][0, 7, 2].isnan().any()
+
+
+def test_without_dlse() -> None:
+    args = with_results(make(1, 300, 300, 2, 60))
+    dlse = args.pop("dlse")
+    results = BACKWARD(**args)
+    check("sparse_mha_bwd", results, args)
+    assert all(torch.equal(a, b) for a, b in zip(results, BACKWARD(**args, dlse=torch.zeros_like(dlse)), strict=True))
+
+
+def test_an_lse_of_minus_infinity() -> None:
+    """Such rows take no part, even if they list keys."""
+    full = with_results(make(1, 300, 300, 2, 60))
+    full["lse"] = full["lse"].masked_fill(torch.arange(300, device=DEVICE)[:, None] % 5 == 1, -torch.inf)
+    results = BACKWARD(**full)
+    check("sparse_mha_bwd", results, full)
+    assert not results[0][:, 1::5].any()
