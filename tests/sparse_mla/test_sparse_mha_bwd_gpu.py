@@ -24,7 +24,7 @@ def test_tiles_that_nobody_lists() -> None:
     assert not results[2][:, 600:1700].any()
 
 
-@pytest.mark.parametrize("heads", [1, 7, 60, 128])
+@pytest.mark.parametrize("heads", [1, 7, 20, 41])
 def test_heads_in_several_launches(heads: int) -> None:
     """dS of 4500 queries and keys takes 22 MB a head: those of 19 heads are in one of three buffers."""
     check_both(make(1, 4500, 4500, heads, 64))

@@ -65,6 +65,7 @@ def test_huge_scores(size: float) -> None:
     check_both(args)
 
 
+@pytest.mark.gpu_memory(9)
 def test_far_apart() -> None:
     """Offsets from 2^31 on: rows of q, k and v of a tensor with more elements."""
     args = make(1, 200, 200, 2, 50)

@@ -77,7 +77,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mha_bwd(Tensor dout, Tensor q,
   const int64_t q_blocks = params.mask.q_blocks, parts = divide_up(params.heads, params.heads_together);
   Tensor rows = empty({params.batch, params.heads, q_blocks * 2, 2, kBlock / 2}, ScalarType::Float, call.index);
   Tensor offsets = empty({params.batch, q_blocks, params.mask.tile_words}, ScalarType::Int, call.index);
-  Tensor scores = empty({kBuffers, params.batch, params.heads_at_once, params.tiles_per_head, kTileBytes},
+  const int64_t launches = divide_up(params.heads, params.heads_at_once);
+  Tensor scores = empty({std::min<int64_t>(kBuffers, launches), params.batch, params.heads_at_once, params.tiles_per_head, kTileBytes},
                         ScalarType::Byte, call.index);
   Tensor dk_rope_parts = empty({parts, params.batch, params.seq_kv, kRope}, ScalarType::Float, call.index);
   params.dout = heads_of(dout);

@@ -15,14 +15,14 @@ struct Params : sparse_mha::Problem {
   // Workspace.
   float* rows;             // [batch, heads, q_blocks * 2, 2, 64]: bases of probabilities, and delta
   int* tile_offsets;       // like mask.tiles: how many bits of its batch are set in the words before
-  void* dscores;           // bf16: [kBuffers, batch, heads_at_once, tiles_per_head, kTileBytes]
+  void* dscores;           // bf16: [buffers, batch, heads_at_once, tiles_per_head, kTileBytes]
   float* dk_rope_parts;    // [divide_up(heads, heads_together), batch, seq_kv, kRope]
   int64_t tiles_per_head;  // at least the number of bits that are set in mask.tiles, in each batch
   int heads_at_once;       // whose dS are in one buffer; a multiple of heads_together
   int heads_together;      // in one part of dk_rope
 };
 
-// Heads use the buffers of dS in turn: launch.cu.
+// The most buffers of dS; heads use them in turn (launch.cu).
 inline constexpr int kBuffers = 3;
 // dS of 128 queries and 128 keys
 inline constexpr int kTileBytes = sparse_mha::kBlock * sparse_mha::kBlock * 2;
