@@ -90,7 +90,7 @@ class ParallelSparseMLA(SparseMLA):
         runs_indexer = self.phase != "dense" and ids is None
         first = 0
         if runs_indexer and self.phase == "sparse" and self._cp is None and cu_seqlens is None:
-            first = self._expanded_rows(seq_len)
+            first = self._first_rows(seq_len)
         among = shares_of(len(held), size_of(self._tp), "zigzag", x.device, first)
         own = among.rows(rank_in(self._tp))
         whole = self._rows(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
@@ -136,10 +136,13 @@ class ParallelSparseMLA(SparseMLA):
         if refusal is not None:
             raise ValueError(f"ParallelSparseMLA: {refusal}")
 
-    def _expanded_rows(self, seq_len: int) -> int:
-        """How many of the first queries, each rank an equal share of them, run in the expanded form."""
+    def _first_rows(self, seq_len: int) -> int:
+        """How many of the first queries, each rank an equal share of them, run in the expanded form. Every rank expands
+        all of their keys, which with more than two ranks takes longer than it saves."""
         columns = self.nope_dim, self.rope_dim, self.v_dim
-        return expanded_rows(seq_len, self.topk, self.heads, *columns) if fits(*columns) else 0
+        if size_of(self._tp) > 2 or not fits(*columns):
+            return 0
+        return expanded_rows(seq_len, self.topk, self.heads, *columns)
 
     def _by_heads(self, q_latent: Tensor, keys: Tensor, among: Shares, rows: Rows) -> Tensor:
         """Dense attention of this rank's heads to the keys of all rows, and the sum of the outputs of all heads."""
