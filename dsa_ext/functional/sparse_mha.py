@@ -64,16 +64,17 @@ def sparse_mha(
         lse = log(sum_t exp(sm_scale * q.k_t))
         out = sum_t exp(sm_scale * q.k_t - lse) * v[b, t, h]
 
-    It equals :func:`sparse_mla` of absorbed queries, and takes 3.4 times fewer operations per pair of a query and a
-    key, but computes the pairs of all blocks of 128 queries and 128 keys in which a query lists a key. So it is faster
-    where queries list much of what they see: with 64 heads or more up to about 4 times as many keys as are listed. This
-    is the masked MHA mode of DeepSeek-V3.2 for short contexts.
+    With distinct ids it equals, up to rounding, :func:`sparse_mla` of absorbed queries with the same sm_scale, followed
+    by the product with the value weights of kv_b_proj; the documentation shows the conversion. A pair of a query and a
+    key takes 3.4 times fewer operations, but all pairs of a block of 128 queries and a block of 128 keys are computed
+    if any query of the block lists a key there. So it is faster where queries list much of what they see: with 64 heads
+    or more up to 4 times as many keys as are listed, with fewer heads more.
 
     A key is visible when its id is in [0, S_kv) and, with `causal`, at most q_start + s; with `starts` and `ends`,
     which replace the causal rule, when starts[b, s] <= id < ends[b, s]. All other slots are padding, at any place in
     the list. An id that is listed twice counts once. A query with no visible key has out = 0, lse = -inf and zero
-    gradients. Keys that a query does not list have no effect on it as long as they are finite: NaN or an infinity in k,
-    k_rope or v can make the results of other queries, and of other keys of that sequence, NaN.
+    gradients. NaN or an infinity may reach results that do not depend on it, within its sequence: from v out of any
+    query of the head, from k and k_rope the gradient of q, from q and the gradient of out those of k, k_rope and v.
 
     Args:
         q: queries [B, S, H, 192], bf16: 128 columns without RoPE, then 64 with. On the CPU also fp32 and float64.
@@ -93,16 +94,17 @@ def sparse_mha(
         natural logarithm. Both are differentiable (once) with respect to q, k, k_rope and v.
 
     Forward and gradients are deterministic (bitwise). Nothing synchronizes with the host, and everything may be
-    captured in a CUDA graph. A call needs S * S_kv / 8 bytes for the mask; a backward about 1.3 GB more.
+    captured in a CUDA graph. A call needs B * S * S_kv / 8 bytes for the mask; a backward also about 0.8 GB, or 96 KB
+    for each tile of 128 queries and 128 keys of one head if that is more.
 
     On CUDA the last dimension of all tensors must have stride 1 and every row of q, k, k_rope and v must start 16-byte
-    aligned; all other strides are arbitrary.
+    aligned; all other strides are arbitrary. At most 2^24 positions.
 
     Raises:
         RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
             and what was passed. Also when the tensors are on a GPU that is not sm_90, or the kernels were not built.
 
-    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+    Source: the masked MHA mode of DeepSeek-V3.2 (arXiv 2512.02556), sections 2.1 and 2.3.
     """
     args = (q, k, k_rope, v, indices, sm_scale, causal, q_start, starts, ends)
     try:
@@ -142,12 +144,14 @@ def sparse_mha_dist(
         lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 for float64 inputs).
 
     Returns:
-        dist [B, S, K], fp32 (float64 for float64 inputs). Not differentiable: it is a training target. Deterministic
-        (bitwise). A call needs 4 * S * S_kv bytes, and the mask's S * S_kv / 8.
+        dist [B, S, K], fp32 (float64 for float64 inputs). With distinct ids a row sums to H; :func:`indexer_loss`
+        divides by the sum. Not differentiable: it is a training target. Deterministic (bitwise); the last bits may
+        depend on the other queries of the call, because small calls split the sum over heads. A call needs
+        4 * B * S * S_kv bytes, small ones up to six times that. Layouts as for :func:`sparse_mha`.
 
     Raises:
         RuntimeError: an argument violates one of these requirements; the message names the argument, what was expected
-            and what was passed. Also when there is no kernel for the GPU.
+            and what was passed. Also when the tensors are on a GPU that is not sm_90, or the kernels were not built.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """

@@ -383,7 +383,7 @@ class _Sum:
         self.sum: Tensor | None = None
 
     def add(self, part: Tensor, where: slice | tuple[slice, slice] = slice(None)) -> None:
-        if self.parts == 1 or self.like is None:
+        if self.like is None or (self.parts == 1 and part.shape == self.like.shape):
             self.sum = part
             return
         if self.sum is None:

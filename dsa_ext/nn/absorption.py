@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsa_ext.nn.expanded import ExpandedAttention
+from dsa_ext.nn.expanded import MOST_PAIRS, ExpandedAttention
 from dsa_ext.nn.heads import multiply, weight_gradient
 from dsa_ext.nn.rotary import write_rotated
 
@@ -47,11 +47,13 @@ def parts_of(heads: Tensor, columns: int, expanded_rows: int, most_bytes: int) -
     first `expanded_rows` of sequences apart."""
     batch, seq, n_heads = heads.shape[:3]
     most = max(1, most_bytes // (n_heads * columns * heads.element_size()))
-    whole = expanded_rows in (0, seq)
-    for sequences in divided(batch, max(1, most // max(1, seq)) if whole else 1):
+    together = max(1, most // max(1, seq)) if expanded_rows in (0, seq) else 1
+    if expanded_rows > 0:
+        together = min(together, max(1, MOST_PAIRS // expanded_rows**2))
+    for sequences in divided(batch, together):
         if expanded_rows > 0:
             yield Queries(sequences, slice(0, expanded_rows), expanded=True)
-        if expanded_rows == 0 or not whole:
+        if expanded_rows < seq or seq == 0:
             for rows in divided(seq - expanded_rows, most):
                 yield Queries(sequences, slice(expanded_rows + rows.start, expanded_rows + rows.stop))
 

@@ -3,6 +3,7 @@
 At the sizes of DeepSeek-V3.2 a pair of a query and a key takes 3.4 times fewer operations than in the absorbed form.
 """
 
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,11 @@ def attention_of_heads(q: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, 
     return scaled_dot_product_attention(q, k, v, is_causal=True, scale=sm_scale).transpose(1, 2)
 
 
+#: Most pairs of an expanded query and a key at a time: for each, the weights for a learning indexer take 4 bytes, and
+#: the gradients of scores of a head 3.
+MOST_PAIRS = 2**28
+
+
 class Expanded(NamedTuple):
     """So many of the first queries of a sequence list keys among so many of the first keys, each once."""
 
@@ -44,7 +50,8 @@ def expanded_rows(seq: int, topk: int, heads: int, nope: int, rope: int, v: int)
     """How many of the first queries of a sequence, which select `topk` keys, take less time in the expanded form: with
     the columns of sparse_mha four times `topk`, and more with less than 64 heads, which cost the absorbed form nearly
     as much as 64 (measured: bench/NOTES.md); else those that see no more keys than they select."""
-    return min(seq, topk * (2 + 128 // max(1, min(heads, 64))) if fits(nope, rope, v) else topk)
+    rows = topk * (2 + 128 // max(1, min(heads, 64))) if fits(nope, rope, v) else topk
+    return min(seq, rows, isqrt(MOST_PAIRS))
 
 
 class Attended(NamedTuple):

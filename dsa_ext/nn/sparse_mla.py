@@ -40,10 +40,9 @@ class SparseMLA(nn.Module):
       attention to these.
 
     All but the dense phase without `cu_seqlens` run in the absorbed form, in which one latent row per token is key and
-    value of all heads. In the sparse phase the first queries of a sequence, which see few more keys than they select,
-    have keys and values of each head instead (by sparse_mha, 4 `topk` queries and with less than 64 heads more, if a
-    head has 128 + 64 and 128 columns; else `topk`), but not with `cu_seqlens`, `ids` or `cache`, under torch.compile,
-    or with deterministic algorithms.
+    value of all heads. In the sparse phase the first queries of a sequence have keys and values of each head instead
+    (by sparse_mha (2 + 128 // min(heads, 64)) * topk of them, if a head has 128 + 64 and 128 columns; else `topk`),
+    but not with `cu_seqlens`, `ids` or `cache`, under torch.compile, or with deterministic algorithms.
 
     The indexer's input is detached: the indexer's loss trains the indexer only, and the language-model loss trains
     everything else. Add `indexer_loss` to the loss, or call backward on both.

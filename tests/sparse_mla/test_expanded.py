@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsa_ext.nn import absorbed
+from dsa_ext.nn import absorbed, absorption
 from dsa_ext.nn.absorbed import absorbed_attention
 from dsa_ext.nn.absorption import Rope
 from dsa_ext.nn.expanded import NONE, Expanded, expanded_rows, fits
@@ -67,13 +67,16 @@ def test_a_deferred_loss(rows: int, projected: bool) -> None:
     torch.testing.assert_close(got, results(NONE, **options))
 
 
-def test_keys_of_other_rows() -> None:
-    """As on a rank that has some of the first queries: bounds say where they are, and they list any of 9 keys."""
+@pytest.mark.parametrize("rows", [6, SEQ])
+def test_keys_of_other_rows(rows: int) -> None:
+    """As on a rank that has some of the first queries: bounds say where they are, and they list any of 9 keys. Of a
+    rank that has no others too."""
     row = torch.arange(SEQ, dtype=torch.int32).expand(BATCH, SEQ)
     bounds = {"starts": torch.zeros_like(row), "ends": row + 1}
     leaves, ids, rope = make_inputs(keys=9)
     outs = [
-        absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, expanded=e, **bounds).out for e in (Expanded(6, 9), NONE)
+        absorbed_attention(*leaves, ids, rope, sm_scale=SCALE, expanded=e, **bounds).out
+        for e in (Expanded(rows, 9), NONE)
     ]
     torch.testing.assert_close(*outs)
     torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), leaves) for out in outs))
@@ -94,9 +97,33 @@ def test_what_is_kept() -> None:
     assert max(t.numel() for t in kept) == max(t.numel() for t in (*leaves, random(1, SEQ - 6, HEADS, LATENT)))
 
 
+def test_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are worked on apart."""
+    expected = results(Expanded(SEQ, SEQ), distribution=True)
+    shapes, plain = [], absorption.ExpandedAttention
+
+    def counted(heads: Tensor, *args: Any) -> Any:
+        shapes.append(tuple(heads.shape[:2]))
+        return plain(heads, *args)
+
+    monkeypatch.setattr(absorption, "MOST_PAIRS", 200)
+    monkeypatch.setattr(absorption, "ExpandedAttention", counted)
+    torch.testing.assert_close(results(Expanded(SEQ, SEQ), distribution=True), expected)
+    assert shapes == [(1, SEQ)] * 2 * BATCH
+
+
 def test_rows() -> None:
     columns = 128, 64, 128
-    assert [expanded_rows(10**6, 2048, heads, *columns) // 2048 for heads in (128, 64, 32, 16, 8)] == [4, 4, 6, 10, 18]
+    assert [expanded_rows(10**6, 2048, heads, *columns) // 2048 for heads in (128, 64, 32, 16, 8)] == [4, 4, 6, 8, 8]
+    assert [expanded_rows(10**6, 100, heads, *columns) // 100 for heads in (128, 64, 48, 32, 16, 8, 1)] == [
+        4,
+        4,
+        4,
+        6,
+        10,
+        18,
+        130,
+    ]
     assert expanded_rows(100, 2048, 128, *columns) == 100
     assert expanded_rows(10**6, 2048, 64, 192, 64, 256) == 2048
     assert fits(*columns)

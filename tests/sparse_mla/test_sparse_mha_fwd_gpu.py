@@ -50,12 +50,15 @@ def test_order_and_repetitions_of_ids_change_nothing() -> None:
 
 def test_queries_do_not_depend_on_others() -> None:
     """A block of queries has the same results alone, and with other heads beside it."""
-    args = make(1, 512, 900, 4, 200, causal=False)
-    out, lse = FORWARD(**args)
-    some = {**args, "q": args["q"][:, 128:256, 1:3], "indices": args["indices"][:, 128:256]}
-    part = FORWARD(**{**some, "k": args["k"][:, :, 1:3], "v": args["v"][:, :, 1:3]})
-    assert torch.equal(part[0], out[:, 128:256, 1:3])
-    assert torch.equal(part[1], lse[:, 128:256, 1:3])
+    args = with_results(make(1, 512, 900, 4, 200, causal=False))
+    dq = BACKWARD(**args)[0]
+    rows, heads = slice(128, 256), slice(1, 3)
+    alone = {name: args[name][:, rows, heads] for name in ("q", "dout", "out", "lse", "dlse")}
+    alone |= {name: args[name][:, :, heads] for name in ("k", "v")} | {"indices": args["indices"][:, rows]}
+    forward = {name: t for name, t in (args | alone).items() if name not in ("dout", "out", "lse", "dlse")}
+    for got, expected in zip(FORWARD(**forward), (args["out"], args["lse"]), strict=True):
+        assert torch.equal(got, expected[:, rows, heads])
+    assert torch.equal(BACKWARD(**args | alone)[0], dq[:, rows, heads])
 
 
 @pytest.mark.parametrize("size", [1e3, 1e6, 1e15])

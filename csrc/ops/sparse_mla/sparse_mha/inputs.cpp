@@ -6,7 +6,7 @@ namespace dsa::sparse_mha {
 namespace {
 
 constexpr int64_t kMaxStart = int64_t{1} << 62;  // so that no query's position overflows
-constexpr int64_t kMaxPositions = int64_t{1} << 30;
+constexpr int64_t kMaxPositions = int64_t{1} << 24;  // so that 64 rows of sums are counted in 32 bits
 
 }  // namespace
 
@@ -30,8 +30,8 @@ void check_inputs(const char* op, const Inputs& inputs) {
   check_rows_aligned(op, "k", k);
   check_rows_aligned(op, "k_rope", k_rope);
   if (v) check_rows_aligned(op, "v", *v);
-  DSA_CHECK(q.size(1) <= kMaxPositions, op, ": q must have at most 2^30 positions, got ", describe(q));
-  DSA_CHECK(k.size(1) <= kMaxPositions, op, ": k must have at most 2^30 positions, got ", describe(k));
+  DSA_CHECK(q.size(1) <= kMaxPositions, op, ": q must have at most 2^24 positions, got ", describe(q));
+  DSA_CHECK(k.size(1) <= kMaxPositions, op, ": k must have at most 2^24 positions, got ", describe(k));
   check_slots(op, indices);
   check_same_device(op, "k", k, "q", q);
   check_same_device(op, "k_rope", k_rope, "q", q);
