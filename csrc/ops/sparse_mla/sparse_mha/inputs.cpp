@@ -5,7 +5,7 @@
 namespace dsa::sparse_mha {
 namespace {
 
-constexpr int64_t kMaxStart = int64_t{1} << 62;  // so that no query's position overflows
+constexpr int64_t kMaxStart = int64_t{1} << 62;      // so that no query's position overflows
 constexpr int64_t kMaxPositions = int64_t{1} << 24;  // so that 64 rows of sums are counted in 32 bits
 
 }  // namespace
