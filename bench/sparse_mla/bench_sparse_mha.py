@@ -17,6 +17,7 @@ from dsa_ext import reference
 from dsa_ext.testing.tolerances import SIMILARITY, similarity_error
 
 OP = "sparse_mha"
+OPERATORS = ["sparse_mha_fwd", "sparse_mha_bwd"]
 FWD, BWD = torch.ops.dsa.sparse_mha_fwd, torch.ops.dsa.sparse_mha_bwd
 #: Products of 192 and of 128 columns for each pair of a query and a key.
 COLUMNS = {"forward": 192 + 128, "backward": 3 * 192 + 2 * 128}
@@ -118,4 +119,4 @@ def plot(cases: list[Case], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(OP, __doc__, specs(), measure, plot, operators=("sparse_mha_fwd", "sparse_mha_bwd"))
+    run(OP, __doc__, specs(), measure, plot, operators=OPERATORS)

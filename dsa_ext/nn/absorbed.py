@@ -3,7 +3,8 @@
 The attention kernels read queries of latent + rope columns, three times as many at the sizes of DeepSeek-V3.2. So
 absorbed_attention makes these for some thousand queries at a time, forward and backward, and keeps none.
 
-The first queries of a sequence see few more keys than they select. For them ExpandedAttention takes fewer operations.
+The first queries of a sequence see at most a few times as many keys as they select. For them ExpandedAttention takes
+less time.
 
 torch.compile decides itself what to keep, so it gets the plain formulas, and so do the transforms of torch.func.
 """

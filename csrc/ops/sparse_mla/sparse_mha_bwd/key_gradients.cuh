@@ -14,18 +14,11 @@
 #include "key_copy.cuh"
 #include "sm90/math.cuh"
 #include "sm90/registers.cuh"
+#include "sm90/signs.cuh"
 #include "sm90/turns.cuh"
 #include "tiles/accumulators.cuh"
 
 namespace dsa::sparse_mha_bwd {
-
-// prmt: four bytes, each of them copies of the sign bit of a byte of (low, high) that a nibble of kBytes - 8 selects.
-template <uint32_t kBytes>
-__device__ __forceinline__ uint32_t spread_signs(uint32_t low, uint32_t high) {
-  uint32_t r;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "n"(kBytes));
-  return r;
-}
 
 // Which of this thread's 64 x 64 scores [keys, queries] the mask selects.
 struct SelectedQueries {
