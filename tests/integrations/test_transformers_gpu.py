@@ -33,8 +33,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_logits_and_gradients(name: str, checkpointing: bool) -> None:
-    model, reference = make_models(name, num_experts_per_tok=4)
+@pytest.mark.parametrize("columns", [32, 128])
+def test_logits_and_gradients(name: str, checkpointing: bool, columns: int) -> None:
+    """Heads of 128 columns, of keys without RoPE and of values, are those that sparse_mha takes."""
+    sizes = {"qk_nope_head_dim": columns, "v_head_dim": columns}
+    model, reference = make_models(name, num_experts_per_tok=4, **sizes)
     ids = tokens(2, 150)
     results: list[dict[str, Tensor]] = []
     for causal, enabled in ((reference, False), (model, False), (model, True)):
