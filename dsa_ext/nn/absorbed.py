@@ -186,22 +186,8 @@ class _AbsorbedAttention(torch.autograd.Function):
         index = index_q, index_k, index_weights
         # All values, then the lse of all, which the parts of scaled_dot_product_attention do not have.
         known = [t for field in zip(*attended, strict=True) for t in field if t is not None] if keep else []
-        ctx.save_for_backward(
-            heads,
-            key_weight,
-            value_weight,
-            kv,
-            out_weight,
-            *index,
-            ids,
-            cos,
-            sin,
-            starts,
-            ends,
-            *latents,
-            *lses,
-            *known,
-        )
+        given = heads, key_weight, value_weight, kv, out_weight, *index, ids, cos, sin, starts, ends
+        ctx.save_for_backward(*given, *latents, *lses, *known)
         ctx.interleaved, ctx.expanded, ctx.known, ctx.slots = interleaved, expanded, len(known), slots
         of_all = _joined(lses, shape) if expanded.rows == 0 else None, _joined(ps, shape) if distribution else None
         ctx.mark_non_differentiable(*(t for t in of_all if t is not None))

@@ -21,7 +21,12 @@ def attention_of_heads(q: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, 
     nope_columns = q.shape[-1] - k_rope.shape[-1]
     keys_and_values = linear(latent, kv_b.to(latent.dtype)).unflatten(-1, (q.shape[2], -1))
     nope, v = keys_and_values.tensor_split([nope_columns], dim=-1)
-    k = torch.cat([nope, k_rope[:, :, None].expand(*nope.shape[:3], -1)], dim=-1)
+    return _attend_to_all(q, nope, k_rope, v, sm_scale)
+
+
+def _attend_to_all(q: Tensor, k: Tensor, k_rope: Tensor, v: Tensor, sm_scale: float) -> Tensor:
+    """Causal attention with keys of heads and their shared columns of RoPE, on torch's scaled_dot_product_attention."""
+    k = torch.cat([k, k_rope[:, :, None].expand(*k.shape[:3], -1)], dim=-1)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, scale=sm_scale).transpose(1, 2)
 
@@ -97,7 +102,7 @@ class ExpandedAttention:
 
     def attend(self) -> Attended:
         if not self.fits:
-            return Attended(self._attend_to_all(self.q, self.k, self.k_rope, self.v))
+            return Attended(_attend_to_all(self.q, self.k, self.k_rope, self.v, self._options["sm_scale"]))
         inputs = self.q, self.k, self.k_rope, self.v, self.ids
         return Attended(*functional.sparse_mha(*inputs, **self._options, return_lse=True))
 
@@ -114,14 +119,9 @@ class ExpandedAttention:
             given = dout, *inputs, *attended, self.ids
             return ExpandedGradients(self, *torch.ops.dsa.sparse_mha_bwd(*given, **self._options))
         with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() for t in inputs]
-            values = self._attend_to_all(*leaves)
+            leaves = q, k, k_rope, v = tuple(t.detach().requires_grad_() for t in inputs)
+            values = _attend_to_all(q, k, k_rope, v, self._options["sm_scale"])
         return ExpandedGradients(self, *torch.autograd.grad(values, leaves, dout))
-
-    def _attend_to_all(self, q: Tensor, k: Tensor, k_rope: Tensor, v: Tensor) -> Tensor:
-        k = torch.cat([k, k_rope[:, :, None].expand(-1, -1, k.shape[2], -1)], dim=-1)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._options["sm_scale"]).transpose(1, 2)
 
 
 class ExpandedGradients:
