@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsa_ext.nn import BlockSparseAttention, FP8Linear, HyperConnection, LightningIndexer, apply_rope
-from dsa_ext.nn.absorbed import absorbed_queries
-from dsa_ext.nn.absorption import Rope
+from dsa_ext.nn.absorption import Rope, absorbed_queries
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.rotary import rope_tables
 

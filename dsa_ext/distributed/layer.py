@@ -30,8 +30,8 @@ from dsa_ext.distributed.shares import Order, Shares, shares_of
 from dsa_ext.nn.expanded import Expanded, expanded_rows, fits
 from dsa_ext.nn.indexer import IndexerTensors
 from dsa_ext.nn.projections import WHOLE, excess_of
+from dsa_ext.nn.rows import Rows, rows_of
 from dsa_ext.nn.sparse_mla import SparseMLA, SparseMLAOutput
-from dsa_ext.nn.tuples import Rows
 from dsa_ext.ops._checks import describe
 
 #: The projections whose weights are divided, along the dimension of heads. They are read: the modules are not called.
@@ -93,7 +93,7 @@ class ParallelSparseMLA(SparseMLA):
             first = self._first_rows(seq_len)
         among = shares_of(len(held), size_of(self._tp), "zigzag", x.device, first)
         own = among.rows(rank_in(self._tp))
-        whole = self._rows(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
+        whole = rows_of(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
         queries = whole.at(held[own], x.shape[0])
         if ids is not None:
             self._check_ids(ids, x[:, : len(own)])  # of this rank's queries

@@ -21,6 +21,7 @@ def sparse_mha(
     q_start: int = ...,
     starts: Tensor | None = ...,
     ends: Tensor | None = ...,
+    window: int | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -38,6 +39,7 @@ def sparse_mha(
     q_start: int = ...,
     starts: Tensor | None = ...,
     ends: Tensor | None = ...,
+    window: int | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -54,6 +56,7 @@ def sparse_mha(
     q_start: int = 0,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    window: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sparse latent attention without absorption: each head has keys and values of its own, and each query attends to
@@ -87,6 +90,9 @@ def sparse_mha(
         q_start: position of the first query, for a chunk of a longer sequence; 0 to 2^62.
         starts, ends: ids that a query may see [B, S], int32: those from starts on and below ends. Both or neither.
             `causal` then has no effect, and q_start must have its default.
+        window: also hide keys `window` or more positions before the query's, 1 to 2^62; needs `causal`, without starts
+            and ends. No key of a sequence is hidden by a window of its length. With a window the backward needs memory
+            for the keys within it only, which is what packed sequences need.
         return_lse: return lse as well.
 
     Returns:
@@ -106,7 +112,7 @@ def sparse_mha(
 
     Source: the masked MHA mode of DeepSeek-V3.2 (arXiv 2512.02556), sections 2.1 and 2.3.
     """
-    args = (q, k, k_rope, v, indices, sm_scale, causal, q_start, starts, ends)
+    args = (q, k, k_rope, v, indices, sm_scale, causal, q_start, starts, ends, window)
     try:
         out, lse = torch.ops.dsa.sparse_mha_fwd.default(*args)
     except (AttributeError, RuntimeError):
@@ -127,6 +133,7 @@ def sparse_mha_dist(
     q_start: int = 0,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attention weights of the listed keys, summed over heads, of heads with keys of their own: the indexer's training
     target, as :func:`attn_dist` gives it for absorbed queries.
@@ -140,7 +147,7 @@ def sparse_mha_dist(
     contributes nothing.
 
     Args:
-        q, k, k_rope, indices, sm_scale, causal, q_start, starts, ends: as for :func:`sparse_mha`.
+        q, k, k_rope, indices, sm_scale, causal, q_start, starts, ends, window: as for :func:`sparse_mha`.
         lse: natural logarithm of each head's denominator [B, S, H], fp32 (float64 for float64 inputs).
 
     Returns:
@@ -155,7 +162,7 @@ def sparse_mha_dist(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    args = (q, k, k_rope, indices, lse, sm_scale, causal, q_start, starts, ends)
+    args = (q, k, k_rope, indices, lse, sm_scale, causal, q_start, starts, ends, window)
     try:
         dist: Tensor = torch.ops.dsa.sparse_mha_dist.default(*args)
     except (AttributeError, RuntimeError):

@@ -6,7 +6,7 @@ absorbed_attention makes these for some thousand queries at a time, forward and 
 The first queries of a sequence see at most a few times as many keys as they select. For them ExpandedAttention takes
 less time.
 
-torch.compile decides itself what to keep, so it gets the plain formulas, and so do the transforms of torch.func.
+torch.compile and the transforms of torch.func get the formulas of plain.py.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from dsa_ext import functional
-from dsa_ext.nn.absorption import Absorption, Queries, Rope, all_queries, parts_of
+from dsa_ext.nn.absorption import Absorption, Queries, Rope, parts_of
 from dsa_ext.nn.expanded import NONE, Attended, Expanded, fits
-from dsa_ext.nn.heads import multiply, multiply_heads, weight_gradient
+from dsa_ext.nn.heads import multiply, weight_gradient
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
-from dsa_ext.nn.rotary import rotated
+from dsa_ext.nn.plain import plain_attention
 from dsa_ext.ops._library import as_autocast, is_transformed, not_differentiable_again
 
 #: Most bytes of absorbed queries at a time; 7281 queries of 128 heads in bf16.
@@ -34,21 +34,6 @@ class Absorbed(NamedTuple):
     lse: Tensor | None  # [B, S, H], without gradient; None with expanded queries
     distribution: Tensor | None  # attn_dist [B, S, K], without gradient
     loss: Tensor | None  # of `learner`, the mean over queries
-
-
-def absorbed_queries(heads: Tensor, key_weight: Tensor, rope: Rope) -> Tensor:
-    """Queries of the absorbed form, heads projected to the latent's columns: [B, S, H, latent + rope].
-
-    Args:
-        heads: [B, S, H, nope + rope].
-        key_weight: [H, nope, latent], for the first `nope` columns of each head.
-        rope: for the last `rope` columns.
-    """
-    key_weight = key_weight.to(heads.dtype)
-    if not (torch.is_grad_enabled() or is_compiling() or is_transformed()):
-        return Absorption(heads.contiguous(), key_weight, *rope).queries(all_queries(heads))
-    nope, turning = heads.split([key_weight.shape[1], heads.shape[-1] - key_weight.shape[1]], dim=-1)
-    return torch.cat([multiply_heads(nope, key_weight), rotated(turning, *rope)], dim=-1)
 
 
 def absorbed_attention(
@@ -85,36 +70,34 @@ def absorbed_attention(
         deferred: whether the learner's loss is computed in the backward, which has the weights anyway, if attention and
             indexer both learn. Until then it is 0.
         expanded: queries whose attention is that of ExpandedAttention, unless gradients have to be deterministic. Where
-            sparse_mha does not take the columns, weights are those of the absorbed form, and with a deferred loss
-            everything is. torch.compile gets the plain formulas.
+            sparse_mha does not take the columns, weights are those of the absorbed form; with a deferred loss and in
+            compiled calls everything is.
     """
     heads, kv, out_weight = (as_autocast(t) for t in (heads, kv, out_weight))
     if learner is not None:
         learner = IndexerTensors(as_autocast(learner.q), as_autocast(learner.k), learner.weights)
     weights = key_weight.to(heads.dtype), value_weight.to(heads.dtype)
     slots: dict[str, Any] = {"sm_scale": sm_scale, "deterministic": deterministic}
+    weighs = fits(key_weight.shape[1], heads.shape[-1] - key_weight.shape[1], value_weight.shape[1])
+    if deterministic or torch.are_deterministic_algorithms_enabled():
+        expanded = NONE
+    asks = distribution or learner is not None
     if is_compiling() or is_transformed():
-        q = absorbed_queries(heads, weights[0], rope)
-        latent, lse = functional.sparse_mla(
-            q, kv, ids, d_v=weights[1].shape[2], return_lse=True, starts=starts, ends=ends, **slots
-        )
-        p = loss = None
-        if distribution or learner is not None:
-            scaled: dict[str, Any] = {"sm_scale": sm_scale, "starts": starts, "ends": ends}
-            p = functional.attn_dist(q.detach(), kv.detach(), ids, lse.detach(), **scaled)[:, :, 0]
+        if is_transformed() or not weighs:
+            expanded = NONE
+        values, lse, p = plain_attention(heads, *weights, kv, ids, rope, starts, ends, expanded, asks, slots)
+        out = values if out_weight is None else linear(values.flatten(2), out_weight)
+        loss = None
         if learner is not None and p is not None:
             loss = _indexer_loss(learner, ids, p, deterministic, "mean")
-        values = multiply_heads(latent, weights[1].mT)
-        out = values if out_weight is None else linear(values.flatten(2), out_weight)
-        return Absorbed(out, lse.detach(), p if distribution else None, loss)
+        return Absorbed(out, lse, p if distribution else None, loss)
     given = heads, *weights, kv, out_weight
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     defers = deferred and learner is not None and keep and any(t.requires_grad for t in learner)
     index = learner if defers else (None,) * 3
-    weighs = fits(key_weight.shape[1], heads.shape[-1] - key_weight.shape[1], value_weight.shape[1])
-    if (defers and not weighs) or deterministic or torch.are_deterministic_algorithms_enabled():
-        expanded = NONE
-    asks = distribution or (learner is not None and not defers)
+    if defers:
+        asks = distribution
+        expanded = expanded if weighs else NONE
     out, lse, p, loss = _AbsorbedAttention.apply(*given, *index, ids, *rope, starts, ends, expanded, asks, keep, slots)  # type: ignore[no-untyped-call, misc]
     if learner is not None and not defers:
         loss = _indexer_loss(learner, ids, p, deterministic, "mean")
@@ -153,11 +136,10 @@ class _AbsorbedAttention(torch.autograd.Function):
         attended: list[Attended] = []  # of parts in the expanded form
         # Where sparse_mha does not take the columns, weights are those of the absorbed form.
         weighs = fits(*absorption.head_columns, value_weight.shape[1])
-        for part in parts_of(heads, absorption.columns, expanded.rows, _BYTES):
-            rows = part._replace(expanded=part.expanded and (weighs or not distribution))
+        for part in parts_of(heads, absorption.columns, expanded, _BYTES):
+            rows = part if weighs or not distribution else part._replace(keys=None)
             if rows.expanded:
-                keys = kv[rows.batch, : expanded.keys]
-                attention = absorption.expanded(rows, value_weight, keys, ids, slots["sm_scale"])
+                attention = absorption.expanded(rows, value_weight, kv, ids, slots["sm_scale"])
                 attended.append(attention.attend())
                 result = attended[-1].values
                 if distribution:
@@ -218,7 +200,7 @@ def _gradients(
     results, attended = saved[13 : len(saved) - ctx.known], saved[len(saved) - ctx.known :]
     latents, lses = results[: len(results) // 2], results[len(results) // 2 :]
     absorption = Absorption(heads, key_weight, cos, sin, ctx.interleaved)
-    parts = list(parts_of(heads, absorption.columns, ctx.expanded.rows, _BYTES))
+    parts = list(parts_of(heads, absorption.columns, ctx.expanded, _BYTES))
     expanded, others = [rows for rows in parts if rows.expanded], [rows for rows in parts if not rows.expanded]
     attends = dout is not None and any(ctx.needs_input_grad[:4])
     learner = None
@@ -238,15 +220,15 @@ def _gradients(
 
     values = []
     for i, rows in enumerate(expanded):
-        place = rows.batch, slice(0, ctx.expanded.keys)
-        attention = absorption.expanded(rows, value_weight, kv[place], ids, ctx.slots["sm_scale"])
+        attention = absorption.expanded(rows, value_weight, kv, ids, ctx.slots["sm_scale"])
         known = attended[i :: len(expanded)]
         result = Attended(*known) if known else attention.attend()
         values.append(result.values)
         if dheads is not None:
             gradients = attention.gradients(dvalues_of(rows), result)
             gradients.write_heads(rows.of(dheads))
-            dkv.add(gradients.keys(), place)
+            assert rows.keys is not None
+            dkv.add(gradients.keys(), (rows.batch, rows.keys))
             if ctx.needs_input_grad[1]:
                 dkey_weight.add(gradients.key_weight())
             if ctx.needs_input_grad[2]:

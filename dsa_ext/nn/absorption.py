@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from dsa_ext.nn.expanded import MOST_PAIRS, ExpandedAttention
-from dsa_ext.nn.heads import multiply, weight_gradient
-from dsa_ext.nn.rotary import write_rotated
+from dsa_ext.nn.expanded import MOST_PAIRS, Expanded, ExpandedAttention, divided
+from dsa_ext.nn.heads import multiply, multiply_heads, weight_gradient
+from dsa_ext.nn.rotary import rotated, write_rotated
+from dsa_ext.ops._library import is_transformed
 
 
 class Rope(NamedTuple):
@@ -24,7 +26,12 @@ class Queries(NamedTuple):
 
     batch: slice
     rows: slice
-    expanded: bool = False  # whether their attention is that of ExpandedAttention
+    keys: slice | None = None  # among which they list theirs, if their attention is that of ExpandedAttention
+    window: int | None = None  # of ExpandedAttention
+
+    @property
+    def expanded(self) -> bool:
+        return self.keys is not None
 
     def of(self, tensor: Tensor) -> Tensor:
         """Their part of a tensor [B, S, ...]."""
@@ -42,26 +49,23 @@ def all_queries(heads: Tensor) -> Queries:
     return Queries(slice(0, heads.shape[0]), slice(0, heads.shape[1]))
 
 
-def parts_of(heads: Tensor, columns: int, expanded_rows: int, most_bytes: int) -> Iterator[Queries]:
-    """All queries in parts of about equal size, whose absorbed form of so many columns has at most so many bytes; the
-    first `expanded_rows` of sequences apart."""
+def parts_of(heads: Tensor, columns: int, expanded: Expanded, most_bytes: int) -> Iterator[Queries]:
+    """All queries in parts of about equal size, whose absorbed form of so many columns has at most so many bytes; those
+    of the expanded form apart."""
     batch, seq, n_heads = heads.shape[:3]
     most = max(1, most_bytes // (n_heads * columns * heads.element_size()))
-    together = max(1, most // max(1, seq)) if expanded_rows in (0, seq) else 1
-    if expanded_rows > 0:
-        together = min(together, max(1, MOST_PAIRS // expanded_rows**2))
+    places = expanded.places()
+    are_whole = len(places) <= 1 and expanded.rows in (0, seq)
+    together = max(1, most // max(1, seq)) if are_whole else 1
+    if places:
+        rows, keys = places[-1]
+        together = min(together, max(1, MOST_PAIRS // ((rows.stop - rows.start) * (keys.stop - keys.start))))
     for sequences in divided(batch, together):
-        if expanded_rows > 0:
-            yield Queries(sequences, slice(0, expanded_rows), expanded=True)
-        if expanded_rows < seq or seq == 0:
-            for rows in divided(seq - expanded_rows, most):
-                yield Queries(sequences, slice(expanded_rows + rows.start, expanded_rows + rows.stop))
-
-
-def divided(length: int, most: int) -> list[slice]:
-    """Slices of about equal size, of at most `most`; one if the length is 0."""
-    size = -(-length // max(1, -(-length // most)))
-    return [slice(begin, min(length, begin + size)) for begin in range(0, max(1, length), max(1, size))]
+        for rows, keys in places:
+            yield Queries(sequences, rows, keys, expanded.window)
+        if expanded.rows < seq or seq == 0:
+            for rows in divided(seq - expanded.rows, most):
+                yield Queries(sequences, slice(expanded.rows + rows.start, expanded.rows + rows.stop))
 
 
 class Absorption:
@@ -100,11 +104,17 @@ class Absorption:
         return weight_gradient(heads[..., : self.nope], dq.flatten(0, 1)[..., : self.latent])
 
     def expanded(
-        self, rows: Queries, value_weight: Tensor, keys: Tensor, ids: Tensor, sm_scale: float
+        self, rows: Queries, value_weight: Tensor, kv: Tensor, ids: Tensor, sm_scale: float
     ) -> ExpandedAttention:
         """Attention of these rows to keys [B, T, 1, latent + rope] of their sequences."""
-        given = rows.of(self.heads), self.key_weight, value_weight, keys, rows.of(ids)[:, :, 0]
-        return ExpandedAttention(*given, *self._tables(rows), self.interleaved, sm_scale)
+        assert rows.keys is not None
+        first = rows.keys.start
+        listed = rows.of(ids)[:, :, 0]
+        given = rows.of(self.heads), self.key_weight, value_weight, kv[rows.batch, rows.keys]
+        return ExpandedAttention(
+            *given, listed if first == 0 else listed - first, *self._tables(rows), self.interleaved,
+            sm_scale=sm_scale, q_start=rows.rows.start - first, window=rows.window,
+        )  # fmt: skip
 
     def _tables(self, rows: Queries) -> tuple[Tensor, Tensor]:
         shape = *self.heads.shape[:2], 1, -1
@@ -116,3 +126,18 @@ def all_keys(heads: Tensor, kv: Tensor) -> Tensor:
     take no empty rows."""
     (batch, seq), keys = heads.shape[:2], kv.shape[1]
     return torch.arange(max(1, keys), device=kv.device, dtype=torch.int32).expand(batch, seq, 1, -1)
+
+
+def absorbed_queries(heads: Tensor, key_weight: Tensor, rope: Rope) -> Tensor:
+    """Queries of the absorbed form, heads projected to the latent's columns: [B, S, H, latent + rope].
+
+    Args:
+        heads: [B, S, H, nope + rope].
+        key_weight: [H, nope, latent], for the first `nope` columns of each head.
+        rope: for the last `rope` columns.
+    """
+    key_weight = key_weight.to(heads.dtype)
+    if not (torch.is_grad_enabled() or is_compiling() or is_transformed()):
+        return Absorption(heads.contiguous(), key_weight, *rope).queries(all_queries(heads))
+    nope, turning = heads.split([key_weight.shape[1], heads.shape[-1] - key_weight.shape[1]], dim=-1)
+    return torch.cat([multiply_heads(nope, key_weight), rotated(turning, *rope)], dim=-1)

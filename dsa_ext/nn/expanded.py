@@ -36,11 +36,32 @@ def _attend_to_all(q: Tensor, k: Tensor, k_rope: Tensor, v: Tensor, sm_scale: fl
 MOST_PAIRS = 2**28
 
 
+#: Most queries with a window at a time.
+_WINDOW_ROWS = 8192
+
+
+def divided(length: int, most: int) -> list[slice]:
+    """Slices of about equal size, of at most `most`; one if the length is 0."""
+    size = -(-length // max(1, -(-length // most)))
+    return [slice(begin, min(length, begin + size)) for begin in range(0, max(1, length), max(1, size))]
+
+
 class Expanded(NamedTuple):
-    """So many of the first queries of a sequence list keys among so many of the first keys, each once."""
+    """So many of the first queries of a sequence list keys among so many of the first keys, each once. With a window,
+    each lists keys among so many up to its own."""
 
     rows: int
     keys: int
+    window: int | None = None
+
+    def places(self) -> list[tuple[slice, slice]]:
+        """Queries that are worked on together, and the keys among which they list theirs."""
+        if self.rows == 0:
+            return []
+        if self.window is None:
+            return [(slice(0, self.rows), slice(0, self.keys))]
+        parts = divided(self.rows, _WINDOW_ROWS)
+        return [(rows, slice(max(0, rows.start + 1 - self.window), rows.stop)) for rows in parts]
 
 
 NONE = Expanded(0, 0)
@@ -71,9 +92,12 @@ class ExpandedAttention:
     Args:
         heads: queries [B, S, H, nope + rope], before RoPE.
         key_weight, value_weight: [H, nope, latent] and [H, v, latent].
-        kv: keys [B, T, 1, latent + rope]. If T = S, no query lists a key after its own.
+        kv: keys [B, T, 1, latent + rope].
         ids: listed keys [B, S, K].
         cos, sin, interleaved: RoPE of the queries, see absorbed.Rope; [B, S, 1, rope / 2].
+        q_start: where the first query stands among the keys. If the last one is the last key, none lists a later key
+            than its own.
+        window: see functional.sparse_mha.
     """
 
     def __init__(
@@ -86,11 +110,15 @@ class ExpandedAttention:
         cos: Tensor,
         sin: Tensor,
         interleaved: bool,
+        *,
         sm_scale: float,
+        q_start: int = 0,
+        window: int | None = None,
     ) -> None:
         self.key_weight, self.value_weight, self.cos, self.sin = key_weight, value_weight, cos, sin
         self.interleaved, self.ids = interleaved, ids
-        self._options: dict[str, Any] = {"sm_scale": sm_scale, "causal": heads.shape[1] == kv.shape[1]}
+        causal = q_start + heads.shape[1] == kv.shape[1]
+        self._options: dict[str, Any] = {"sm_scale": sm_scale, "causal": causal, "q_start": q_start, "window": window}
         n_heads, self.nope, latent = key_weight.shape
         self.q = heads.clone(memory_format=torch.contiguous_format)
         write_rotated(self.q[..., self.nope :], heads[..., self.nope :], cos, sin, interleaved)

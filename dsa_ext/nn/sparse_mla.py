@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.nn.absorbed import Absorbed, absorbed_attention, absorbed_queries
-from dsa_ext.nn.absorption import Rope, all_keys
-from dsa_ext.nn.expanded import NONE, Expanded, attention_of_heads, expanded_rows
+from dsa_ext.nn.absorbed import Absorbed, absorbed_attention
+from dsa_ext.nn.absorption import Rope, absorbed_queries, all_keys
+from dsa_ext.nn.expanded import NONE, Expanded, attention_of_heads, expanded_rows, fits
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.paged_cache import FP8, DecodeStep, PagedKVCache, PrefillStep
 from dsa_ext.nn.projections import plain_weight, weight_of
-from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_positions, check_yarn, rope_tables
-from dsa_ext.nn.tuples import Rows
+from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_yarn, rope_tables
+from dsa_ext.nn.rows import Rows, rows_of
 from dsa_ext.nn.tuples import SparseMLAOutput as SparseMLAOutput
 from dsa_ext.ops._checks import describe, dtype_name
 from dsa_ext.ops._library import as_autocast, check_autocast, refuse_cache_in_transforms
@@ -147,6 +147,7 @@ class SparseMLA(nn.Module):
         *,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
         ids: Tensor | None = None,
         cache: PagedKVCache | None = None,
         layer: int | None = None,
@@ -159,6 +160,9 @@ class SparseMLA(nn.Module):
             cu_seqlens: for B = 1, the rows at which packed sequences begin, and S: int32 [number of sequences + 1],
                 ascending from 0, on the device of x; a sequence may be empty. Its numbers are not checked, which would
                 wait for the GPU. Queries see keys of their own sequence only.
+            max_seqlen: with cu_seqlens, the number of rows of the longest sequence, if it is known: packed sequences of
+                up to as many rows as sequences have first queries in the expanded form run in it then. A query sees at
+                most so many keys up to its own, should a sequence be longer.
             ids: keys that an earlier layer selected [B, S, K], int32, to share its indexer; only in the phase "sparse".
                 Later keys and those of other sequences are ignored. The indexer does not run, and there is no loss.
             cache: keys of earlier tokens, to which those of x are added: x has the tokens of the cache's current step,
@@ -173,12 +177,13 @@ class SparseMLA(nn.Module):
         """
         self._check_input(x)
         if cache is not None:
-            if positions is not None or cu_seqlens is not None:
-                raise ValueError("SparseMLA: positions and cu_seqlens must be None with a cache, which has them")
+            if any(given is not None for given in (positions, cu_seqlens, max_seqlen)):
+                names = "positions, cu_seqlens and max_seqlen"
+                raise ValueError(f"SparseMLA: {names} must be None with a cache, which has them")
             return self._with_cache(x, ids, cache, self._check_cache(x, cache, layer))
         if layer is not None:
             raise ValueError(f"SparseMLA: layer is a number in a cache, got {layer!r} without a cache")
-        rows = self._rows(x, positions, cu_seqlens)
+        rows = rows_of(x, positions, cu_seqlens, max_seqlen)
         if ids is not None:
             self._check_ids(ids, x)
         q_latent = self._q_latent(x)
@@ -191,8 +196,10 @@ class SparseMLA(nn.Module):
             if self.phase == "sparse":
                 ids = self.indexer.select(tensors, self.topk, rows.bounds)
         out_weight = plain_weight(self.o_proj)
+        # Its own indexer selects each key once, and every key of the first queries; ids from elsewhere may be any.
+        expanded = self._expanded(x.shape[1], rows) if tensors is not None and ids is not None else NONE
         out, loss = self._absorbed(
-            self._heads(q_latent), self._keys(x, rows), self._kv_b(x), tensors, ids, rows, out_weight
+            self._heads(q_latent), self._keys(x, rows), self._kv_b(x), tensors, ids, rows, out_weight, expanded
         )
         return SparseMLAOutput(self.o_proj(out.flatten(2)) if out_weight is None else out, loss, ids)
 
@@ -224,7 +231,7 @@ class SparseMLA(nn.Module):
     def attention_to_all(self, x: Tensor) -> Tensor:
         """Weights of dense attention, averaged over heads: [B, S, S], fp32 (float64 for float64 inputs)."""
         self._check_input(x)
-        rows = self._rows(x)
+        rows = rows_of(x)
         heads, kv = self._heads(self._q_latent(x)), self._keys(x, rows)
         every = all_keys(heads, kv)
         p = self._attend(heads, kv, self._kv_b(x), every, rows, distribution=True).distribution
@@ -235,21 +242,6 @@ class SparseMLA(nn.Module):
         """The keys that the indexer selects for the layer's input [B, S, topk], int32: ascending, then -1."""
         self._check_input(x)
         return self.indexer.select(self.indexer(x, self._q_latent(x)), self.topk)
-
-    def _rows(self, x: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Rows:
-        if positions is not None:
-            check_positions("SparseMLA", positions, x)
-        row = torch.arange(x.shape[1], device=x.device)
-        if cu_seqlens is None:
-            return Rows(row if positions is None else positions, None)
-        is_list = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32
-        if not is_list or len(cu_seqlens) < 2 or x.shape[0] != 1:
-            expected = "must be int32 [number of sequences + 1] with x [1, S, hidden_size]"
-            got = describe(cu_seqlens) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-            raise ValueError(f"SparseMLA: cu_seqlens {expected}, got {got} with x {describe(x)}")
-        starts = cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True, out_int32=True) - 1]
-        bounds = starts[None], (row + 1).int()[None]
-        return Rows(row - starts if positions is None else positions, bounds)
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != self.hidden_size:
@@ -319,6 +311,19 @@ class SparseMLA(nn.Module):
         q = torch.cat([nope, self._rotated(rope, rows)], dim=-1)
         return attention_of_heads(q, latent, k_rope, kv_b, self.sm_scale)
 
+    def _expanded(self, seq: int, rows: Rows) -> Expanded:
+        """The queries that take less time in the expanded form."""
+        columns = self.nope_dim, self.rope_dim, self.v_dim
+        first = expanded_rows(seq, self.topk, self.heads, *columns)
+        if rows.bounds is None:
+            return Expanded(first, first)
+        if not fits(*columns):
+            return NONE
+        longest = rows.longest
+        if first < seq and longest is not None and expanded_rows(longest, self.topk, self.heads, *columns) == longest:
+            return Expanded(seq, seq, window=longest)
+        return Expanded(first, first)
+
     def _absorbed(
         self,
         heads: Tensor,
@@ -343,10 +348,6 @@ class SparseMLA(nn.Module):
         learns = tensors is not None and torch.is_grad_enabled()
         listed = all_keys(heads, kv) if ids is None else ids[:, :, None]
         learner = tensors if learns and ids is not None else None
-        # Its own indexer selects each key once, and every key of the first queries; ids from elsewhere may be any.
-        if tensors is not None and ids is not None and rows.bounds is None:
-            first = expanded_rows(heads.shape[1], self.topk, self.heads, self.nope_dim, self.rope_dim, self.v_dim)
-            expanded = Expanded(first, first)
         out, lse, _, loss = self._attend(
             heads, kv, kv_b, listed, rows, out_weight,
             learner=learner, expanded=expanded,

@@ -1,8 +1,7 @@
 """Named tuples of the modules: what SparseMLA returns, and where the tokens of a step of PagedKVCache stand."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -64,20 +63,3 @@ class PrefillStep(NamedTuple):
     filled: Tensor
     starts: Tensor
     ends: Tensor
-
-
-class Rows(NamedTuple):
-    """Where the rows of a layer's input x stand."""
-
-    positions: Any  # for RoPE, [S] or [B, S]: a tensor, or PlacedRows
-    bounds: tuple[Tensor, Tensor] | None  # the first key and the one after the last that a query sees, int32 [B, S]
-
-    def at(self, rows: Tensor, batch: int) -> "Rows":
-        """Those of these rows, with bounds."""
-        row = torch.arange(self.positions.shape[-1], device=rows.device, dtype=torch.int32)
-        starts, ends = (torch.zeros_like(row), row + 1) if self.bounds is None else (bound[0] for bound in self.bounds)
-        return Rows(self.positions[..., rows], (starts[rows].expand(batch, -1), ends[rows].expand(batch, -1)))
-
-    def visible(self) -> dict[str, Any]:
-        """Arguments of the attention's operators."""
-        return {} if self.bounds is None else {"starts": self.bounds[0], "ends": self.bounds[1]}

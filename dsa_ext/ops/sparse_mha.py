@@ -18,7 +18,10 @@ from dsa_ext.reference.numerics import compute_dtype
 
 NOPE_COLUMNS, ROPE_COLUMNS, VALUE_COLUMNS = 128, 64, 128
 _KEYS = "Tensor k, Tensor k_rope"
-_SEEN = "float? sm_scale=None, bool causal=True, SymInt q_start=0, Tensor? starts=None, Tensor? ends=None"
+_SEEN = (
+    "float? sm_scale=None, bool causal=True, SymInt q_start=0, Tensor? starts=None, Tensor? ends=None, "
+    "SymInt? window=None"
+)
 
 
 def _check_scores(a: Args) -> None:
@@ -38,6 +41,11 @@ def _check_scores(a: Args) -> None:
         fail(a.op, f"indices must have at least one slot per row, got {describe(a.indices)}")
     check_scale(a.op, a.sm_scale)
     check_positions(a.op, a.q_start, a.starts, a.ends)
+    if a.window is not None:
+        if not a.causal or a.starts is not None:
+            fail(a.op, "window needs causal=True without starts and ends")
+        if not 1 <= a.window <= 2**62:
+            fail(a.op, f"window must be from 1 to 2^62, got {a.window}")
     check_same_device(a.op, "q", a.q, k=a.k, k_rope=a.k_rope, indices=a.indices, **rows)
 
 
@@ -68,7 +76,7 @@ def _check_bwd(a: Args) -> None:
 def _backward(a: Args, dout: Tensor | None, dlse: Tensor | None) -> dict[str, Tensor | None]:
     if dout is None:
         dout = torch.zeros_like(a.out)
-    options = (a.sm_scale, a.causal, a.q_start, a.starts, a.ends, dlse)
+    options = (a.sm_scale, a.causal, a.q_start, a.starts, a.ends, a.window, dlse)
     gradients = torch.ops.dsa.sparse_mha_bwd(dout, a.q, a.k, a.k_rope, a.v, a.out, a.lse, a.indices, *options)
     return dict(zip(("q", "k", "k_rope", "v"), gradients, strict=True))
 

@@ -19,10 +19,19 @@ _CHUNK_SCORES = 2**24
 
 
 def seen_slots(
-    indices: Tensor, s_kv: int, causal: bool, q_start: int, starts: Tensor | None, ends: Tensor | None
+    indices: Tensor,
+    s_kv: int,
+    causal: bool,
+    q_start: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    window: int | None,
 ) -> Tensor:
     """The key of each slot of `indices` [B, S, K] that its query sees, else S_kv."""
     seen = visible_slots(indices[:, :, None], s_kv, causal, q_start, 1, None, starts, ends)[:, :, 0]
+    if window is not None:
+        position = q_start + torch.arange(indices.shape[1], device=indices.device)[:, None]
+        seen = seen & (indices > position - window)
     return torch.where(seen, indices, s_kv).long()
 
 
@@ -91,6 +100,7 @@ def sparse_mha_fwd(
     q_start: int = 0,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`dsa_ext.sparse_mha` for the arguments. Takes any numbers of columns.
 
@@ -98,7 +108,7 @@ def sparse_mha_fwd(
     """
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
-    seen = seen_keys(seen_slots(indices, k.shape[1], causal, q_start, starts, ends), k.shape[1])
+    seen = seen_keys(seen_slots(indices, k.shape[1], causal, q_start, starts, ends, window), k.shape[1])
     for chunk in masked_chunks(q, k, k_rope, v, seen):
         scores = chunk.scores(scale)
         chunk_lse = torch.logsumexp(scores, dim=-1)
@@ -122,6 +132,7 @@ def sparse_mha_bwd(
     q_start: int = 0,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    window: int | None = None,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of sparse_mha_fwd: dq, dk, dk_rope and dv, contiguous.
@@ -136,7 +147,7 @@ def sparse_mha_bwd(
     dq = q.new_empty(q.shape)
     dkeys = q.new_zeros(*k.shape[:3], q.shape[3], dtype=dtype).transpose(1, 2)
     dvalues = q.new_zeros(v.shape, dtype=dtype).transpose(1, 2)
-    seen = seen_keys(seen_slots(indices, k.shape[1], causal, q_start, starts, ends), k.shape[1])
+    seen = seen_keys(seen_slots(indices, k.shape[1], causal, q_start, starts, ends, window), k.shape[1])
     for chunk in masked_chunks(q, k, k_rope, v, seen):
         p, do = chunk.probabilities(lse, scale), chunk.rows(dout)
         takes_part = chunk.visible & (chunk.rows(lse) != -torch.inf)[..., None]
@@ -160,10 +171,11 @@ def sparse_mha_dist(
     q_start: int = 0,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """See :func:`dsa_ext.sparse_mha_dist`. Takes any numbers of columns. Returns fp32, float64 for float64 inputs."""
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
-    slots = seen_slots(indices, k.shape[1], causal, q_start, starts, ends)
+    slots = seen_slots(indices, k.shape[1], causal, q_start, starts, ends, window)
     dist = q.new_zeros(indices.shape, dtype=compute_dtype(q))
     for chunk in masked_chunks(q, k, k_rope, None, seen_keys(slots, k.shape[1])):
         p = chunk.probabilities(lse, scale).sum(1)

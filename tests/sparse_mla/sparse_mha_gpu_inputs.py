@@ -24,7 +24,7 @@ SHAPES = [
     (1, 500, 2500, 130, 600),
     (1, 3000, 3000, 20, 700),
 ]
-OPTIONS: list[Args] = [{"causal": False}, {}, {"q_start": 100, "sm_scale": -0.05}]
+OPTIONS: list[Args] = [{"causal": False}, {}, {"q_start": 100, "sm_scale": -0.05}, {"q_start": 77, "window": 200}]
 
 
 def make(batch: int, seq: int, s_kv: int, heads: int, topk: int, seed: int = 0, **options: Any) -> Args:

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dsa_ext import functional
 from dsa_ext.nn import absorbed, absorption
-from dsa_ext.nn.absorbed import absorbed_attention, absorbed_queries
-from dsa_ext.nn.absorption import Rope
+from dsa_ext.nn.absorbed import absorbed_attention
+from dsa_ext.nn.absorption import Rope, absorbed_queries
 from dsa_ext.nn.expanded import Expanded
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys

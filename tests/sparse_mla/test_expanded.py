@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsa_ext import functional
 from dsa_ext.nn import absorbed, absorption
+from dsa_ext.nn import expanded as expanded_module
 from dsa_ext.nn.absorbed import absorbed_attention
 from dsa_ext.nn.absorption import Rope
 from dsa_ext.nn.expanded import NONE, Expanded, expanded_rows, fits
@@ -67,6 +69,59 @@ def test_a_deferred_loss(rows: int, projected: bool) -> None:
     torch.testing.assert_close(got, results(NONE, **options))
 
 
+def packed() -> dict[str, Tensor]:
+    """Bounds of sequences of at most four rows."""
+    row = torch.arange(SEQ, dtype=torch.int32)
+    starts = torch.tensor([0, 2, 6, 9, 12])
+    start = starts[torch.searchsorted(starts, row, right=True) - 1]
+    return {"starts": start.int().expand(BATCH, -1), "ends": (row + 1).expand(BATCH, -1)}
+
+
+@pytest.mark.parametrize("options", [{}, {"projected": True}, {"distribution": True}, {"learns": True}])
+@pytest.mark.parametrize(("expanded", "at_once"), [((6, 6), SEQ), ((SEQ, SEQ, 4), SEQ), ((SEQ, SEQ, 4), 5)])
+def test_packed_sequences(
+    expanded: tuple[int, ...], at_once: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose lists name keys of their own sequence only; without a window and with one."""
+    monkeypatch.setattr(expanded_module, "_WINDOW_ROWS", at_once)
+    bounds = packed()
+    plain = make_inputs
+
+    def of_sequences(*args: Any) -> Any:
+        leaves, ids, rope = plain(*args)
+        return leaves, ids.where(ids >= bounds["starts"][:, :, None, None], -1), rope
+
+    monkeypatch.setitem(globals(), "make_inputs", of_sequences)
+    expected = results(NONE, **options, **bounds)
+    torch.testing.assert_close(results(Expanded(*expanded), **options, **bounds), expected)
+    if options.get("learns"):
+        torch.testing.assert_close(results(Expanded(*expanded), deferred=True, **options, **bounds), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"distribution": True}, {"learns": True, "projected": True}])
+@pytest.mark.parametrize("expanded", [(6, 6), (SEQ, SEQ), (SEQ, SEQ, SEQ)])
+def test_plain_formulas(expanded: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that compiled calls get."""
+    expected = results(NONE, **options)
+    monkeypatch.setattr(expanded_module, "_WINDOW_ROWS", 5)
+    calls, sparse_mha = [], functional.sparse_mha
+    monkeypatch.setattr(functional, "sparse_mha", lambda *a, **o: calls.append(a[0].shape[1]) or sparse_mha(*a, **o))
+    monkeypatch.setattr(absorbed, "is_compiling", lambda: True)
+    torch.testing.assert_close(results(Expanded(*expanded), **options), expected)
+    assert calls == ([5, 5, 3] if len(expanded) == 3 else [expanded[0]])
+
+
+def test_places() -> None:
+    def places(*expanded: int) -> list[tuple[int, ...]]:
+        return [(r.start, r.stop, k.start, k.stop) for r, k in Expanded(*expanded).places()]
+
+    assert places(0, 0) == places(0, 0, 7) == []
+    assert places(5, 9) == [(0, 5, 0, 9)]
+    assert places(8000, 8000, 100) == [(0, 8000, 0, 8000)]
+    assert places(16384, 16384, 100) == [(0, 8192, 0, 8192), (8192, 16384, 8093, 16384)]
+    assert places(8193, 8193, 9000) == [(0, 4097, 0, 4097), (4097, 8193, 0, 8193)]
+
+
 @pytest.mark.parametrize("rows", [6, SEQ])
 def test_keys_of_other_rows(rows: int) -> None:
     """As on a rank that has some of the first queries: bounds say where they are, and they list any of 9 keys. Of a
@@ -102,9 +157,9 @@ def test_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results(Expanded(SEQ, SEQ), distribution=True)
     shapes, plain = [], absorption.ExpandedAttention
 
-    def counted(heads: Tensor, *args: Any) -> Any:
+    def counted(heads: Tensor, *args: Any, **options: Any) -> Any:
         shapes.append(tuple(heads.shape[:2]))
-        return plain(heads, *args)
+        return plain(heads, *args, **options)
 
     monkeypatch.setattr(absorption, "MOST_PAIRS", 200)
     monkeypatch.setattr(absorption, "ExpandedAttention", counted)

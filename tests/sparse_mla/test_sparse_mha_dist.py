@@ -1,9 +1,11 @@
 """sparse_mha_dist without a GPU: its reference against attn_dist; the operator's errors."""
 
+from typing import Any
+
 import pytest
 import torch
 from callers import assert_error, native
-from test_sparse_mha_fwd import HEADS, OPTIONS, make_inputs
+from test_sparse_mha_fwd import HEADS, OPTIONS, make_inputs, within
 
 import dsa_ext
 from dsa_ext import reference
@@ -11,14 +13,15 @@ from dsa_ext.testing.calls import ORDINARY
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_it_equals_attn_dist(options: dict[str, object]) -> None:
+def test_it_equals_attn_dist(options: dict[str, Any]) -> None:
     """With a group of one head each, whose weights are added up."""
     (q, k, k_rope, v), ids = make_inputs()
     _, lse = dsa_ext.sparse_mha(q, k, k_rope, v, ids, return_lse=True, **options)
     got = dsa_ext.sparse_mha_dist(q, k, k_rope, ids, lse, **options)
     keys = torch.cat([k, k_rope[:, :, None].expand(-1, -1, HEADS, -1)], -1)
-    listed = ids[:, :, None].expand(-1, -1, HEADS, -1)
-    each = reference.attn_dist(q, keys, listed, lse, **{"sm_scale": 192**-0.5, **options})
+    scale = {"sm_scale": 192**-0.5, **options}
+    listed = within(ids[:, :, None].expand(-1, -1, HEADS, -1), scale.pop("window", None), options)
+    each = reference.attn_dist(q, keys, listed, lse, **scale)
     torch.testing.assert_close(got, each.sum(2))
     assert not got.requires_grad
 

@@ -18,6 +18,7 @@ BOUNDS = {
     "ends": torch.full((BATCH, SEQ), 11, dtype=torch.int32),
 }
 OPTIONS: list[dict[str, Any]] = [{"causal": False}, {"q_start": 4, "sm_scale": -0.3}, {}, BOUNDS]
+OPTIONS += [{"q_start": 4, "window": 3}, {"window": 1}, {"q_start": 50, "window": 35}, {"window": 2**62}]
 
 
 def make_inputs(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
@@ -30,6 +31,14 @@ def make_inputs(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tenso
     return leaves, ids
 
 
+def within(listed: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
+    """Lists [B, S, groups, K] without the keys before the window."""
+    if window is None:
+        return listed
+    position = options.get("q_start", 0) + torch.arange(SEQ)[:, None, None]
+    return listed.where(listed > position - window, -1)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_it_equals_sparse_mla(options: dict[str, Any]) -> None:
     """With a group of one head each, of whose keys the first columns are values that queries do not see."""
@@ -39,6 +48,7 @@ def test_it_equals_sparse_mla(options: dict[str, Any]) -> None:
     keys = torch.cat([v, k, k_rope[:, :, None].expand(-1, -1, HEADS, -1)], -1)
     listed = ids[:, :, None].expand(-1, -1, HEADS, -1)
     scale = {"sm_scale": 192**-0.5, **options}
+    listed = within(listed, scale.pop("window", None), options)
     names = "causal", "q_start", "positions_per_key", "topk_length", "starts", "ends"
     defaults = dict(zip(names, (True, 0, 1, None, None, None), strict=True))
     out, lse = reference.sparse_mla_fwd(wide_q, keys, listed, d_v=128, **defaults | scale)
@@ -108,6 +118,13 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         {"starts": torch.zeros(1, 5).int(), "ends": torch.zeros(1, 5).int(), "q_start": 1},
         "q_start must be 0 with starts and ends, got 1",
     ),
+    ({"causal": False, "window": 5}, "window needs causal=True without starts and ends"),
+    (
+        {"causal": True, "starts": torch.zeros(1, 5).int(), "ends": torch.zeros(1, 5).int(), "window": 5},
+        "window needs causal=True without starts and ends",
+    ),
+    ({"causal": True, "window": 0}, "window must be from 1 to 2^62, got 0"),
+    ({"causal": True, "window": 2**62 + 1}, "window must be from 1 to 2^62, got 4611686018427387905"),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsa_ext.nn import SparseMLA, Yarn, apply_rope
+from dsa_ext.nn import SparseMLA, Yarn, absorption, apply_rope, expanded, sparse_mla
 
 HIDDEN, HEADS, RANK = 48, 4, 32
 LENGTHS = (5, 1, 0, 12)
@@ -24,23 +24,102 @@ def make_input(batch: int = 1, seq: int = sum(LENGTHS)) -> Tensor:
     return torch.randn(batch, seq, HIDDEN, generator=generator, dtype=torch.float64)
 
 
+CU_SEQLENS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+#: Those of sparse_mha.
+COLUMNS = {"nope_dim": 128, "v_dim": 128}
+
+
+def set_expanded_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(sparse_mla, "expanded_rows", lambda seq, *_: min(seq, rows))
+
+
 @pytest.mark.parametrize("phase", ["dense", "warmup", "sparse"])
-def test_packed_sequences(phase: Any) -> None:
-    layer, x = make_layer(phase=phase), make_input()
-    cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-    out, loss, ids = layer(x, cu_seqlens=cu_seqlens)
+@pytest.mark.parametrize("max_seqlen", [None, 12, 15, 100])
+def test_packed_sequences(phase: Any, max_seqlen: int | None) -> None:
+    check_packed(make_layer(phase=phase), max_seqlen)
+
+
+@pytest.mark.parametrize("max_seqlen", [None, 12, 15, 100])
+@pytest.mark.parametrize("rows", [7, 15, 50])
+@pytest.mark.parametrize("indexer_loss", ["forward", "deferred"])
+def test_packed_sequences_in_the_expanded_form(
+    indexer_loss: Any, rows: int, max_seqlen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of the first rows, or all within windows, or all."""
+    set_expanded_rows(monkeypatch, rows)
+    monkeypatch.setattr(expanded, "_WINDOW_ROWS", 10)
+    seen = []
+    plain = absorption.ExpandedAttention
+    monkeypatch.setattr(
+        absorption, "ExpandedAttention", lambda h, *a, **o: seen.append((h.shape[1], o["window"])) or plain(h, *a, **o)
+    )
+    layer = make_layer(**COLUMNS, indexer_loss=indexer_loss)
+    layer(make_input(), cu_seqlens=CU_SEQLENS, max_seqlen=max_seqlen)
+    windows = rows == 15 and max_seqlen in (12, 15)
+    assert seen == ([(9, max_seqlen)] * 2 if windows else [(min(rows, 18), None)])
+    monkeypatch.setattr(absorption, "ExpandedAttention", plain)
+    check_packed(layer, max_seqlen)
+
+
+def check_packed(layer: SparseMLA, max_seqlen: int | None) -> None:
+    x = make_input()
+    out, loss, ids = layer(x, cu_seqlens=CU_SEQLENS, max_seqlen=max_seqlen)
     alone = [layer(part) for part in x.split(LENGTHS, dim=1) if part.shape[1]]
     torch.testing.assert_close(out, torch.cat([one.out for one in alone], dim=1))
     if loss is not None:
-        sums = [one.indexer_loss * one.out.shape[1] for one in alone]
-        torch.testing.assert_close(loss, torch.stack(sums).sum() / x.shape[1])
+        sums = [one.indexer_loss * (one.out.shape[1] / x.shape[1]) for one in alone]
         parameters = list(layer.parameters())
-        expected = torch.autograd.grad(torch.stack(sums).sum() / x.shape[1], parameters, allow_unused=True)
-        torch.testing.assert_close(torch.autograd.grad(loss, parameters, allow_unused=True), expected)
+        outs = torch.cat([one.out for one in alone], dim=1)
+        expected = torch.autograd.grad(torch.stack(sums).sum() + outs.sin().sum(), parameters, allow_unused=True)
+        got = torch.autograd.grad(loss + out.sin().sum(), parameters, allow_unused=True)
+        torch.testing.assert_close(got, expected)
+        if layer.indexer_loss == "forward":
+            torch.testing.assert_close(loss, torch.stack(sums).sum())
     if ids is not None:
         first = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
         own = [torch.where(one.ids >= 0, one.ids + n, -1) for one, n in zip(alone, first[[0, 1, 3]], strict=True)]
         assert torch.equal(ids, torch.cat(own, dim=1))
+
+
+@pytest.mark.parametrize("rows", [7, 15])
+def test_sequences_longer_than_max_seqlen(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries see so many keys up to their own, in both forms."""
+    set_expanded_rows(monkeypatch, rows)
+    layer, x = make_layer(**COLUMNS, topk=8), make_input()
+    got = layer(x, cu_seqlens=CU_SEQLENS, max_seqlen=3)
+    row = torch.arange(18)
+    assert ((got.ids > row[:, None] - 3) | (got.ids == -1)).all()
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = layer(x, cu_seqlens=CU_SEQLENS, max_seqlen=3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(got, expected)
+    assert not torch.allclose(got.out, layer(x, cu_seqlens=CU_SEQLENS).out)
+
+
+@pytest.mark.parametrize("options", [{}, {"cu_seqlens": CU_SEQLENS}, {"cu_seqlens": CU_SEQLENS, "max_seqlen": 12}])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_the_expanded_form(dynamic: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_expanded_rows(monkeypatch, 12)
+    monkeypatch.setattr(expanded, "_WINDOW_ROWS", 10)
+    layer, x = make_layer(**COLUMNS), make_input()
+    torch._dynamo.reset()
+    calls: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls.append(str(graph.code).count("dsa.sparse_mha_fwd"))
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
+
+    def results(run: Any) -> list[Tensor]:
+        result = run(x, **options)
+        loss = result.out.sin().sum() + result.indexer_loss
+        return [result.out, result.indexer_loss, *torch.autograd.grad(loss, list(layer.parameters()))]
+
+    torch.testing.assert_close(results(compiled), results(layer), rtol=1e-4, atol=1e-5)
+    assert calls == [2 if "max_seqlen" in options else 1]
 
 
 def test_positions() -> None:
@@ -120,6 +199,11 @@ def test_errors() -> None:
         layer(x[:1], cu_seqlens=torch.tensor([0, 9]))
     with pytest.raises(ValueError, match=r"cu_seqlens must be int32 .* got list"):
         layer(x[:1], cu_seqlens=[0, 9])
+    with pytest.raises(ValueError, match="max_seqlen must be None without cu_seqlens, got 5"):
+        layer(x, max_seqlen=5)
+    for wrong in (0, 2.0, torch.tensor(3)):
+        with pytest.raises(ValueError, match="max_seqlen must be a positive int, got"):
+            layer(x[:1], cu_seqlens=torch.tensor([0, 9], dtype=torch.int32), max_seqlen=wrong)
     expected = r"SparseMLA: positions must be int32 or int64 \[S=9\] or \[B=2, S\] on the device of x, cpu, got"
     bad: list[tuple[Any, str]] = [
         (torch.arange(8), r"int64 \[8\] on cpu"),

@@ -8,7 +8,7 @@ from dsa_ext.testing.random_calls.call import Args, Call, Results, gradients, le
 from dsa_ext.testing.random_calls.draw import Draw
 from dsa_ext.testing.tolerances import check
 
-_OPTIONS = ("sm_scale", "causal", "q_start", "starts", "ends")
+_OPTIONS = ("sm_scale", "causal", "q_start", "starts", "ends", "window")
 _FORWARD = ("q", "k", "k_rope", "v", "indices", *_OPTIONS)
 
 
@@ -23,9 +23,12 @@ def sparse_mha_fwd(draw: Draw) -> Args:
         "q_start": draw.choice((0, 0, max(0, s_kv - seq), 5, 100_000, 2**31 - 1, 2**40)),
         "starts": None,
         "ends": None,
+        "window": None,
     }
     if draw.chance(0.3):
         options |= {"q_start": 0, **draw.bounds_of_rows(s_kv, batch, seq)}
+    elif options["causal"] and draw.chance(0.4):
+        options["window"] = draw.choice((1, draw.size(max(1, s_kv)), 2**40, 2**62))
     q = draw.floats(batch, seq, heads, 192, name="q")
     k, v = (draw.floats(batch, s_kv, heads, 128, name=name) for name in ("k", "v"))
     k_rope = draw.floats(batch, s_kv, 64, name="k_rope")

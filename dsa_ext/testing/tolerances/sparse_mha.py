@@ -20,7 +20,7 @@ from dsa_ext.testing.tolerances.limits import (
     wide,
 )
 
-_SEEN = ("causal", "q_start", "starts", "ends")
+_SEEN = ("causal", "q_start", "starts", "ends", "window")
 
 
 def _slots(args: dict[str, Any]) -> Tensor:

@@ -11,7 +11,7 @@ constexpr int64_t kMaxPositions = int64_t{1} << 24;  // so that 64 rows of sums 
 }  // namespace
 
 void check_inputs(const char* op, const Inputs& inputs) {
-  const auto& [q, k, k_rope, indices, v, sm_scale, causal, q_start, starts, ends] = inputs;
+  const auto& [q, k, k_rope, indices, v, sm_scale, causal, q_start, starts, ends, window] = inputs;
   check_tensor(op, "q", q, ScalarType::BFloat16, {{"B"}, {"S"}, {"H"}, {"Dqk", kColumns}});
   const Dim batch{"B", q.size(0)}, seq{"S", q.size(1)}, heads{"H", q.size(2)};
   check_tensor(op, "k", k, ScalarType::BFloat16, {batch, {"S_kv"}, heads, {"Dnope", kNope}});
@@ -25,6 +25,8 @@ void check_inputs(const char* op, const Inputs& inputs) {
   DSA_CHECK(q_start >= 0 && q_start <= kMaxStart, op, ": q_start must be from 0 to 2^62, got ", q_start);
   DSA_CHECK(starts.has_value() == ends.has_value(), op, ": starts and ends must be given together");
   DSA_CHECK(!starts || q_start == 0, op, ": q_start must be 0 with starts and ends, got ", q_start);
+  DSA_CHECK(!window || (causal && !starts), op, ": window needs causal=True without starts and ends");
+  DSA_CHECK(!window || (*window >= 1 && *window <= kMaxStart), op, ": window must be from 1 to 2^62, got ", *window);
   if (v) check_tensor(op, "v", *v, ScalarType::BFloat16, {batch, keys, heads, {"Dv", kValueColumns}});
   check_rows_aligned(op, "q", q);
   check_rows_aligned(op, "k", k);
@@ -48,7 +50,7 @@ Heads heads_of(const Tensor& tensor) {
 }
 
 MaskedProblem::MaskedProblem(const Inputs& inputs, const DeviceCall& call, Bits bits) {
-  const auto& [q, k, k_rope, indices, v, sm_scale, causal, q_start, starts, ends] = inputs;
+  const auto& [q, k, k_rope, indices, v, sm_scale, causal, q_start, starts, ends, window] = inputs;
   const int64_t batch = q.size(0), q_blocks = (q.size(1) + kBlock - 1) / kBlock;
   const int64_t kv_blocks = (k.size(1) + kBlock - 1) / kBlock, tile_words = (kv_blocks + 31) / 32;
   constexpr int64_t kWords = kBlock / 32;
@@ -97,6 +99,7 @@ MaskedProblem::MaskedProblem(const Inputs& inputs, const DeviceCall& call, Bits 
       .seq_kv = problem.seq_kv,
       .topk = static_cast<int>(indices.size(2)),
       .q_start = q_start,
+      .window = window.value_or(kNoWindow),
       .causal = causal,
   };
   call.check(launch_mask(problem.mask, lists, call.index, call.stream()));

@@ -16,6 +16,7 @@ struct Inputs {
   bool causal;
   int64_t q_start;
   std::optional<Tensor> starts, ends;
+  std::optional<int64_t> window;
 
   bool empty() const { return q.numel() == 0 || k.numel() == 0; }
 };

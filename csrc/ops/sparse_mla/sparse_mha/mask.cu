@@ -2,9 +2,9 @@
 // turn. A row's keys are marked as bytes first, since lists name neighboring keys in neighboring lanes: their bits
 // would have to be set one after another.
 #include "ops/sparse_mla/sparse_mha/mask.h"
+#include "ops/sparse_mla/sparse_mha/visible_keys.cuh"
 #include "sm90/launch.h"
 #include "sm90/warpgroup.cuh"
-#include "tiles/visibility.cuh"
 
 namespace dsa::sparse_mha {
 namespace {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void mark_row(const Lists& p, int b, int s, int first
   for (int i = lane; i < kKeys / int(sizeof(uint4)); i += kWarpThreads) marks[i] = {};
   __syncwarp();
   if (s < p.seq_q) {
-    const tiles::VisibleIds visible = tiles::visible_ids(p, b, s);
+    const tiles::VisibleIds visible = visible_keys(p, b, s);
     const int* g_ids = p.ids + b * p.ids_stride_b + s * p.ids_stride_s;
     auto* bytes = reinterpret_cast<uint8_t*>(marks);
 #pragma unroll 8

@@ -21,13 +21,10 @@ constexpr int64_t kScoreBytes = int64_t{3} << 28;
 constexpr int64_t kCtasPerSm = 2, kMaxHeadsTogether = 8;
 
 // The most tiles of a head that may have a bit.
-int64_t tiles_per_head(const Inputs& inputs, const Mask& mask) {
-  if (!inputs.causal || inputs.starts) return int64_t{mask.q_blocks} * mask.kv_blocks;
+int64_t tiles_per_head(const MaskedProblem& masked) {
+  const Mask& mask = masked.problem.mask;
   int64_t tiles = 0;
-  for (int64_t block = 0; block < mask.q_blocks; ++block) {
-    const int64_t last = inputs.q_start + (block + 1) * kBlock - 1;  // position
-    tiles += std::min<int64_t>(last / kBlock + 1, mask.kv_blocks);
-  }
+  for (int64_t block = 0; block < mask.q_blocks; ++block) tiles += most_key_blocks(masked.lists, mask, block);
   return tiles;
 }
 
@@ -46,8 +43,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mha_bwd(Tensor dout, Tensor q,
                                                           Tensor out, Tensor lse, Tensor indices,
                                                           std::optional<double> sm_scale, bool causal, int64_t q_start,
                                                           std::optional<Tensor> starts, std::optional<Tensor> ends,
-                                                          std::optional<Tensor> dlse) {
-  const Inputs inputs{q, k, k_rope, indices, v, sm_scale, causal, q_start, starts, ends};
+                                                          std::optional<int64_t> window, std::optional<Tensor> dlse) {
+  const Inputs inputs{q, k, k_rope, indices, v, sm_scale, causal, q_start, starts, ends, window};
   check_inputs(kOp, inputs);
   const Dim batch{"B", q.size(0)}, seq{"S", q.size(1)}, heads{"H", q.size(2)}, columns{"Dv", kValueColumns};
   check_tensor(kOp, "dout", dout, ScalarType::BFloat16, {batch, seq, heads, columns});
@@ -73,7 +70,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mha_bwd(Tensor dout, Tensor q,
 
   const MaskedProblem masked(inputs, call, Bits::kQueries);
   Params params{masked.problem};
-  params.tiles_per_head = tiles_per_head(inputs, params.mask);
+  params.tiles_per_head = tiles_per_head(masked);
   divide_heads(params);
   const int64_t q_blocks = params.mask.q_blocks, parts = divide_up(params.heads, params.heads_together);
   Tensor rows = empty({params.batch, params.heads, q_blocks * 2, 2, kBlock / 2}, ScalarType::Float, call.index);

@@ -1,9 +1,9 @@
 // The weights of the listed keys, from the sums of the tiles. A CTA has one row.
 #pragma once
 
+#include "ops/sparse_mla/sparse_mha/visible_keys.cuh"
 #include "params.h"
 #include "schedule.cuh"
-#include "tiles/visibility.cuh"
 
 namespace dsa::sparse_mha_dist {
 
@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kGatherThreads)
     gather_kernel(const __grid_constant__ Params p, const __grid_constant__ Lists lists) {
   const int batch = blockIdx.x / p.seq_q, query = blockIdx.x % p.seq_q;
   const int parts = query / kBlock < p.split.blocks ? p.split.parts : 1;
-  const tiles::VisibleIds visible = tiles::visible_ids(lists, batch, query);
+  const tiles::VisibleIds visible = visible_keys(lists, batch, query);
   const int* g_ids = lists.ids + batch * lists.ids_stride_b + query * lists.ids_stride_s;
   float* g_dist = p.dist + int64_t{blockIdx.x} * lists.topk;
 #pragma unroll 1

@@ -19,9 +19,7 @@ bool encode(CUtensorMap* map, const Heads& t, const Params& p, int columns, int 
 
 // Tiles of a query block, halves included, if its queries list keys everywhere.
 double visible_tiles(const Problem& p, const Lists& lists, int block) {
-  int64_t end = p.seq_kv;
-  if (lists.causal && lists.starts == nullptr) end = std::min(end, lists.q_start + int64_t{block + 1} * kBlock);
-  return p.batch * double((end + kBlock - 1) / kBlock) / kTileBlocks;
+  return p.batch * double(most_key_blocks(lists, p.mask, block)) / kTileBlocks;
 }
 
 }  // namespace

@@ -14,8 +14,9 @@ using namespace dsa::sparse_mha;
 constexpr char kOp[] = "dsa::sparse_mha_dist";
 
 Tensor sparse_mha_dist(Tensor q, Tensor k, Tensor k_rope, Tensor indices, Tensor lse, std::optional<double> sm_scale,
-                       bool causal, int64_t q_start, std::optional<Tensor> starts, std::optional<Tensor> ends) {
-  const Inputs inputs{q, k, k_rope, indices, std::nullopt, sm_scale, causal, q_start, starts, ends};
+                       bool causal, int64_t q_start, std::optional<Tensor> starts, std::optional<Tensor> ends,
+                       std::optional<int64_t> window) {
+  const Inputs inputs{q, k, k_rope, indices, std::nullopt, sm_scale, causal, q_start, starts, ends, window};
   check_inputs(kOp, inputs);
   check_tensor(kOp, "lse", lse, ScalarType::Float, {{"B", q.size(0)}, {"S", q.size(1)}, {"H", q.size(2)}});
   check_same_device(kOp, "lse", lse, "q", q);

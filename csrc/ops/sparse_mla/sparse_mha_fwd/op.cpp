@@ -17,8 +17,9 @@ constexpr char kOp[] = "dsa::sparse_mha_fwd";
 
 std::tuple<Tensor, Tensor> sparse_mha_fwd(Tensor q, Tensor k, Tensor k_rope, Tensor v, Tensor indices,
                                           std::optional<double> sm_scale, bool causal, int64_t q_start,
-                                          std::optional<Tensor> starts, std::optional<Tensor> ends) {
-  const Inputs inputs{q, k, k_rope, indices, v, sm_scale, causal, q_start, starts, ends};
+                                          std::optional<Tensor> starts, std::optional<Tensor> ends,
+                                          std::optional<int64_t> window) {
+  const Inputs inputs{q, k, k_rope, indices, v, sm_scale, causal, q_start, starts, ends, window};
   check_inputs(kOp, inputs);
   const DeviceCall call(kOp, "q", q);
   Tensor out = empty({q.size(0), q.size(1), q.size(2), kValueColumns}, ScalarType::BFloat16, call.index);
