@@ -27,7 +27,8 @@ class Queries(NamedTuple):
     batch: slice
     rows: slice
     keys: slice | None = None  # among which they list theirs, if their attention is that of ExpandedAttention
-    window: int | None = None  # of ExpandedAttention
+    causal: bool = True  # these are arguments of ExpandedAttention
+    window: int | None = None
 
     @property
     def expanded(self) -> bool:
@@ -62,7 +63,7 @@ def parts_of(heads: Tensor, columns: int, expanded: Expanded, most_bytes: int) -
         together = min(together, max(1, MOST_PAIRS // ((rows.stop - rows.start) * (keys.stop - keys.start))))
     for sequences in divided(batch, together):
         for rows, keys in places:
-            yield Queries(sequences, rows, keys, expanded.window)
+            yield Queries(sequences, rows, keys, expanded.causal and rows.stop == keys.stop, expanded.window)
         if expanded.rows < seq or seq == 0:
             for rows in divided(seq - expanded.rows, most):
                 yield Queries(sequences, slice(expanded.rows + rows.start, expanded.rows + rows.stop))
@@ -113,7 +114,7 @@ class Absorption:
         given = rows.of(self.heads), self.key_weight, value_weight, kv[rows.batch, rows.keys]
         return ExpandedAttention(
             *given, listed if first == 0 else listed - first, *self._tables(rows), self.interleaved,
-            sm_scale=sm_scale, q_start=rows.rows.start - first, window=rows.window,
+            sm_scale=sm_scale, q_start=rows.rows.start - first, causal=rows.causal, window=rows.window,
         )  # fmt: skip
 
     def _tables(self, rows: Queries) -> tuple[Tensor, Tensor]:

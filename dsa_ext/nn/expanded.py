@@ -48,11 +48,13 @@ def divided(length: int, most: int) -> list[slice]:
 
 class Expanded(NamedTuple):
     """So many of the first queries of a sequence list keys among so many of the first keys, each once. With a window,
-    each lists keys among so many up to its own."""
+    each lists keys among so many up to its own. With as many keys as queries they list no later keys than their own,
+    unless `causal` is False."""
 
     rows: int
     keys: int
     window: int | None = None
+    causal: bool = True
 
     def places(self) -> list[tuple[slice, slice]]:
         """Queries that are worked on together, and the keys among which they list theirs."""
@@ -80,6 +82,38 @@ def expanded_rows(seq: int, topk: int, heads: int, nope: int, rope: int, v: int)
     return min(seq, rows, isqrt(MOST_PAIRS))
 
 
+def expanded_queries(
+    seq: int,
+    topk: int,
+    heads: int,
+    nope: int,
+    rope: int,
+    v: int,
+    *,
+    bounded: bool = False,
+    longest: Any = None,
+    causal: bool = True,
+) -> Expanded:
+    """The queries of a sequence of as many keys that take less time in the expanded form.
+
+    Args:
+        bounded: whether queries may see less than all keys up to their own.
+        longest: then, if it is a number, the most keys up to its own that a query may see.
+        causal: then, whether it is known that no query sees a later key than its own.
+    """
+    sizes = topk, heads, nope, rope, v
+    first = expanded_rows(seq, *sizes)
+    if not bounded:
+        return Expanded(first, first)
+    if not fits(nope, rope, v):
+        return NONE
+    if not causal:
+        return Expanded(seq, seq, causal=False) if first == seq else NONE
+    if first < seq and isinstance(longest, int) and 0 < longest == expanded_rows(longest, *sizes):
+        return Expanded(seq, seq, window=longest)
+    return Expanded(first, first)
+
+
 class Attended(NamedTuple):
     values: Tensor  # [B, S, H, v]
     lse: Tensor | None = None  # [B, S, H]; None of scaled_dot_product_attention
@@ -95,8 +129,8 @@ class ExpandedAttention:
         kv: keys [B, T, 1, latent + rope].
         ids: listed keys [B, S, K].
         cos, sin, interleaved: RoPE of the queries, see absorbed.Rope; [B, S, 1, rope / 2].
-        q_start: where the first query stands among the keys. If the last one is the last key, none lists a later key
-            than its own.
+        q_start: where the first query stands among the keys.
+        causal: whether no query lists a later key than its own.
         window: see functional.sparse_mha.
     """
 
@@ -113,11 +147,11 @@ class ExpandedAttention:
         *,
         sm_scale: float,
         q_start: int = 0,
+        causal: bool = True,
         window: int | None = None,
     ) -> None:
         self.key_weight, self.value_weight, self.cos, self.sin = key_weight, value_weight, cos, sin
         self.interleaved, self.ids = interleaved, ids
-        causal = q_start + heads.shape[1] == kv.shape[1]
         self._options: dict[str, Any] = {"sm_scale": sm_scale, "causal": causal, "q_start": q_start, "window": window}
         n_heads, self.nope, latent = key_weight.shape
         self.q = heads.clone(memory_format=torch.contiguous_format)

@@ -39,7 +39,7 @@ def plain_attention(
             listed,
         )
         q_start = rows.start - keys.start
-        causal = rows.stop == keys.stop
+        causal = expanded.causal and rows.stop == keys.stop
         options = {"sm_scale": sm_scale, "causal": causal, "q_start": q_start, "window": expanded.window}
         value, lse_of_rows = functional.sparse_mha(*inputs, **options, return_lse=True)
         values.append(value)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dsa_ext import functional
 from dsa_ext.nn.absorbed import Absorbed, absorbed_attention
 from dsa_ext.nn.absorption import Rope, absorbed_queries, all_keys
-from dsa_ext.nn.expanded import NONE, Expanded, attention_of_heads, expanded_rows, fits
+from dsa_ext.nn.expanded import NONE, Expanded, attention_of_heads, expanded_queries
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
 from dsa_ext.nn.paged_cache import FP8, DecodeStep, PagedKVCache, PrefillStep
@@ -197,7 +197,11 @@ class SparseMLA(nn.Module):
                 ids = self.indexer.select(tensors, self.topk, rows.bounds)
         out_weight = plain_weight(self.o_proj)
         # Its own indexer selects each key once, and every key of the first queries; ids from elsewhere may be any.
-        expanded = self._expanded(x.shape[1], rows) if tensors is not None and ids is not None else NONE
+        expanded = NONE
+        if tensors is not None and ids is not None:
+            sizes = self.topk, self.heads, self.nope_dim, self.rope_dim, self.v_dim
+            bounded = rows.bounds is not None
+            expanded = expanded_queries(x.shape[1], *sizes, bounded=bounded, longest=rows.longest)
         out, loss = self._absorbed(
             self._heads(q_latent), self._keys(x, rows), self._kv_b(x), tensors, ids, rows, out_weight, expanded
         )
@@ -310,19 +314,6 @@ class SparseMLA(nn.Module):
         nope, rope = heads.split([self.nope_dim, self.rope_dim], dim=-1)
         q = torch.cat([nope, self._rotated(rope, rows)], dim=-1)
         return attention_of_heads(q, latent, k_rope, kv_b, self.sm_scale)
-
-    def _expanded(self, seq: int, rows: Rows) -> Expanded:
-        """The queries that take less time in the expanded form."""
-        columns = self.nope_dim, self.rope_dim, self.v_dim
-        first = expanded_rows(seq, self.topk, self.heads, *columns)
-        if rows.bounds is None:
-            return Expanded(first, first)
-        if not fits(*columns):
-            return NONE
-        longest = rows.longest
-        if first < seq and longest is not None and expanded_rows(longest, self.topk, self.heads, *columns) == longest:
-            return Expanded(seq, seq, window=longest)
-        return Expanded(first, first)
 
     def _absorbed(
         self,

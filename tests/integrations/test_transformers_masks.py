@@ -52,12 +52,18 @@ def test_bounds_are_those_of_the_mask(name: str, queries: int, padded: bool, com
     bounds = call(**arguments)
     if name == "causal" and queries == 9 and not padded and not compiled:
         assert bounds is None
-        bounds = torch.stack(masks.bounds_of(None, torch.empty(2, 9, 0)), dim=-1)[:, None]
-    assert (bounds.dtype, bounds.shape) == (torch.int32, (2, 1, queries, 3))
-    starts, ends, _ = bounds[:, 0].unbind(-1)
+        starts, ends, _, is_causal = masks.bounds_of(None, torch.empty(2, 9, 0))
+    else:
+        assert (bounds.dtype, bounds.shape[:3]) == (torch.int32, (2, 1, queries))
+        starts, ends, _, is_causal = masks.bounds_of(bounds, torch.empty(2, queries, 0))
     key = torch.arange(9)
     shown = (key >= starts[..., None]) & (key < ends[..., None])
-    assert torch.equal(shown, masking.sdpa_mask(**arguments, allow_is_causal_skip=False)[:, 0])
+    expected = masking.sdpa_mask(**arguments, allow_is_causal_skip=False)[:, 0]
+    assert torch.equal(shown, expected)
+    # In a compiled graph it is known of one function only.
+    position = torch.arange(9 - queries, 9)[:, None]
+    sees_later = position_masks()[name](torch.arange(2)[:, None, None], 0, position, key) & (key > position)
+    assert is_causal == (name == "causal" if compiled else not sees_later.any())
 
 
 def test_bounds_of_long_masks_are_checked_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:

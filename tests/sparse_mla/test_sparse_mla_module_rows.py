@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsa_ext.nn import SparseMLA, Yarn, absorption, apply_rope, expanded, sparse_mla
+from dsa_ext.nn import SparseMLA, Yarn, absorption, apply_rope, expanded
 
 HIDDEN, HEADS, RANK = 48, 4, 32
 LENGTHS = (5, 1, 0, 12)
@@ -30,7 +30,7 @@ COLUMNS = {"nope_dim": 128, "v_dim": 128}
 
 
 def set_expanded_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(sparse_mla, "expanded_rows", lambda seq, *_: min(seq, rows))
+    monkeypatch.setattr(expanded, "expanded_rows", lambda seq, *_: min(seq, rows))
 
 
 @pytest.mark.parametrize("phase", ["dense", "warmup", "sparse"])

@@ -18,7 +18,7 @@ from dsa_ext import functional
 from dsa_ext.integrations.transformers.masks import NAME, bounds_of
 from dsa_ext.nn.absorbed import absorbed_attention
 from dsa_ext.nn.absorption import Rope
-from dsa_ext.nn.expanded import NONE, Expanded, expanded_rows
+from dsa_ext.nn.expanded import NONE, expanded_queries
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
 from dsa_ext.nn.projections import has_bias, plain_weight, weight_of
 from dsa_ext.nn.rotary import rotated
@@ -140,9 +140,11 @@ def _attend(
     cache: Cache | None,
     ids: Tensor | None,
     interleaved_indexer: bool,
+    longest: Any,
 ) -> tuple[Tensor, Tensor] | None:
     """Output [B, S, hidden_size] and the ids of the selected keys [B, S, K], which are selected if `ids` is None. None
-    if the mask has no bounds; then nothing has changed."""
+    if the mask has no bounds; then nothing has changed. `longest`: rows of the longest of packed sequences, if it is a
+    number."""
     options: Options = getattr(layer, "_dsa_options", _DEFAULT)
     is_first = is_compiling() or torch._C._current_graph_task_id() == -1  # not when a checkpoint computes it again
     if is_first:
@@ -188,10 +190,10 @@ def _attend(
     # An indexer, here or in an earlier layer, selects each key once, and every key of the first queries. A replayed
     # selection may be any other, and should give the bits that it gave when it was recorded.
     expanded = NONE
-    if mask is None and options.recorded is None and not options.replayed:
-        columns = key_weight.shape[1], _ROPE, value_weight.shape[1]
-        first = expanded_rows(ids.shape[1], ids.shape[2], heads.shape[2], *columns)
-        expanded = Expanded(first, first)
+    if kv.shape[1] == x.shape[1] and options.recorded is None and not options.replayed:
+        sizes = ids.shape[2], heads.shape[2], key_weight.shape[1], _ROPE, value_weight.shape[1]
+        known: dict[str, Any] = {"bounded": mask is not None, "longest": longest, "causal": bounds.is_causal}
+        expanded = expanded_queries(x.shape[1], *sizes, **known)
     rope = Rope(cos[:, :, None], sin[:, :, None], interleaved=True)
     out_weight = plain_weight(layer.o_proj)
     out, _, p, _ = absorbed_attention(
@@ -266,7 +268,8 @@ class DsaDeepseekV32Attention(DeepseekV32Attention, metaclass=_Recorded):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        done = _attend(self, hidden_states, position_embeddings, attention_mask, past_key_values, None, False)
+        given = hidden_states, position_embeddings, attention_mask, past_key_values
+        done = _attend(self, *given, None, False, kwargs.get("max_length_q"))
         if done is not None:
             return done[0], None
         assert attention_mask is not None  # None has bounds
@@ -296,7 +299,8 @@ class DsaGlmMoeDsaAttention(GlmMoeDsaAttention, metaclass=_Recorded):
         shared = prev_topk_indices if self.skip_topk else None
         if self.skip_topk and shared is None:
             raise ValueError(f"layer {self.layer_idx} shares the indexer of an earlier layer: pass prev_topk_indices")
-        done = _attend(self, hidden_states, position_embeddings, attention_mask, past_key_values, shared, True)
+        given = hidden_states, position_embeddings, attention_mask, past_key_values
+        done = _attend(self, *given, shared, True, kwargs.get("max_length_q"))
         if done is not None:
             return done[0], None, done[1]
         assert attention_mask is not None  # None has bounds

@@ -32,9 +32,10 @@ def row_bounds(
     **kwargs: Any,
 ) -> Tensor | None:
     """What transformers calls to make a mask: starts and ends of the keys that each query sees, and 1 for a query that
-    is no padding, int32 [B, 1, S, 3]. An ordinary mask if these keys are not one interval, or if `use_vmap` says that
-    the function may be other than one of positions. None, except in a compiled graph, if each of S queries sees all of
-    S keys up to its own."""
+    is no padding, int32 [B, 1, S, 3]; with a fourth column, of zeros, if it is known that no query sees a later key
+    than its own. An ordinary mask if these keys are not one interval, or if `use_vmap` says that the function may be
+    other than one of positions. None, except in a compiled graph, if each of S queries sees all of S keys up to its
+    own."""
 
     def ordinary_mask() -> Tensor:
         options = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -52,13 +53,15 @@ def row_bounds(
     if is_causal and is_whole and (attention_mask is None or bool(attention_mask.all())):
         return None
     position = q_offset - kv_offset + torch.arange(q_length, device=device)  # among the keys
-    if mask_function is causal_mask_function:
+    sees_no_later_key = mask_function is causal_mask_function
+    if sees_no_later_key:
         starts = torch.zeros(batch_size, q_length, device=device, dtype=torch.long)
         ends = (position + 1).expand(batch_size, q_length)
     else:
         starts, ends, is_interval = _around(mask_function, batch_size, position, kv_length, kv_offset)
         if not _holds(is_interval):
             return ordinary_mask()
+        sees_no_later_key = not is_compiling() and bool((ends <= position + 1).all())
     counts = torch.ones_like(starts)
     if attention_mask is not None:
         is_token = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -68,7 +71,8 @@ def row_bounds(
         starts, ends = torch.maximum(starts, first[:, None]), torch.minimum(ends, end[:, None])
         own = position.clamp(max=is_token.shape[1] - 1).expand(batch_size, q_length)
         counts = is_token.gather(1, own).long()
-    return torch.stack([starts, ends, counts], dim=-1).int()[:, None]
+    columns = [starts, ends, counts, *([torch.zeros_like(starts)] if sees_no_later_key else [])]
+    return torch.stack(columns, dim=-1).int()[:, None]
 
 
 def _around(
@@ -125,6 +129,7 @@ class RowBounds(NamedTuple):
     starts: Tensor  # first key, int32
     ends: Tensor  # the one after the last
     counts: Tensor  # 1 if the query counts in losses, 0 if it is padding
+    is_causal: bool  # whether it is known that no query sees a later key than its own
 
 
 def bounds_of(mask: Tensor | None, x: Tensor) -> RowBounds | None:
@@ -133,9 +138,10 @@ def bounds_of(mask: Tensor | None, x: Tensor) -> RowBounds | None:
     batch, seq = x.shape[:2]
     if mask is None:
         starts, ends = causal_bounds(x)
-        return RowBounds(starts, ends, torch.ones_like(ends))
-    if mask.dtype == torch.int32 and mask.shape[-1] == 3:
-        return RowBounds(*mask[:, 0].expand(batch, seq, 3).unbind(-1))
+        return RowBounds(starts, ends, torch.ones_like(ends), is_causal=True)
+    if mask.dtype == torch.int32 and mask.shape[-1] in (3, 4):
+        starts, ends, counts = mask[:, 0, :, :3].expand(batch, seq, 3).unbind(-1)
+        return RowBounds(starts, ends, counts, is_causal=mask.shape[-1] == 4)
     if mask.shape[1] != 1:
         return None
     mask = mask[:, 0]
@@ -146,7 +152,7 @@ def bounds_of(mask: Tensor | None, x: Tensor) -> RowBounds | None:
     if not _holds(is_mask):
         return None
     starts, ends = (bound.int().expand(batch, seq) for bound in (first, end))
-    return RowBounds(starts, ends, (starts < ends).int())
+    return RowBounds(starts, ends, (starts < ends).int(), is_causal=False)
 
 
 def _masked_attention(
