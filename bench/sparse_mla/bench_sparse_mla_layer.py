@@ -5,8 +5,8 @@ Sizes are those of DeepSeek-V3.2: 128 heads, hidden_size 7168, q_lora_rank 1536,
 cases of one length have the same cost of selection. A step is the forward with the indexer's loss, and the gradients of
 all parameters and of the input, in bf16. The time is the median of as many steps as fit in a second, at most ten.
 
-The peer is dense_layer: the same parameters in multi-head form, without an indexer. A query at a position below 2048
-reads all its keys in both, so these rows are checked against each other in every case.
+The peer is dense_layer: the same parameters in multi-head form, without an indexer; of packed sequences, as a batch. A
+query at a position below 2048 reads all its keys in both, so these rows are checked against each other in every case.
 
 `glue` is the part of the layer's step that is not spent in its operators and in matmuls, each of which is timed within
 the step.
@@ -51,6 +51,8 @@ class Spec:
     heads: int
     seq: int
     compiled: bool = False
+    packed: int = 1  # sequences of equal length in the rows of x
+    max_seqlen: bool = True  # whether the layer knows this length
     compare_to: str | None = None  # a case to divide this one's time by
 
 
@@ -59,6 +61,10 @@ def specs() -> Iterator[Spec]:
         for seq in (8192, 32768, 131072):
             yield Spec(f"{heads} heads", f"h{heads}_s{seq}", heads, seq)
     yield Spec("torch.compile", "h128_s8192_compiled", 128, 8192, compiled=True, compare_to="h128_s8192")
+    for packed in (4, 8, 16):
+        name = f"h128_s32768_packed{packed}"
+        yield Spec("Packed sequences", name, 128, 32768, packed=packed)
+        yield Spec("Packed sequences", f"{name}_unknown", 128, 32768, packed=packed, max_seqlen=False, compare_to=name)
 
 
 def dense_layer(layer: SparseMLA, x: Tensor, *, pad_values: bool = False) -> Tensor:
@@ -101,10 +107,10 @@ class Step:
         torch.autograd.grad(results, self.leaves, [self.dout, *[None] * (len(results) - 1)])
 
     def first_rows(self) -> Tensor:
-        """Runs a whole step and returns the first TOPK rows of the output."""
+        """Runs a whole step and returns the first TOPK rows of the output of the first sequence."""
         results = self.forward()
         self.backward(results)
-        return results[0].detach()[:, :TOPK].clone()
+        return results[0].detach()[0, :TOPK].clone()
 
     def times(self) -> Times:
         begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -211,12 +217,19 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     x, dout = (torch.randn(1, spec.seq, hidden_size, device="cuda").bfloat16() for _ in range(2))
     leaves = [x.requires_grad_(), *layer.parameters()]
 
-    def step_of(module: Callable[[Tensor], Any]) -> Step:
-        return Step(lambda: module(x)[:2], leaves, dout)
+    length = spec.seq // spec.packed
+    options: dict[str, Any] = {}
+    if spec.packed > 1:
+        options["cu_seqlens"] = torch.arange(0, spec.seq + 1, length, device="cuda", dtype=torch.int32)
+        options["max_seqlen"] = length if spec.max_seqlen else None
+
+    def step_of(module: Callable[..., Any]) -> Step:
+        return Step(lambda: module(x, **options)[:2], leaves, dout)
 
     ours = measure_step(step_of(torch.compile(layer, fullgraph=True) if spec.compiled else layer))
     operators = median(step_of(layer).operator_times)
-    dense = measure_dense(layer, x, dout)
+    batch = [t.detach().view(spec.packed, length, -1) for t in (x, dout)]
+    dense = measure_dense(layer, batch[0].requires_grad_(), batch[1])
     ms = total(ours.times)
     others: dict[str, Any] = ours.fields()
     others["glue"] = round(ms / total(operators) - 1, 4)
@@ -224,10 +237,12 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     others |= time_versus(ms, spec.compare_to, times)
     args = {"B": 1, "S": spec.seq, "H": spec.heads, "K": TOPK, "hidden_size": hidden_size}
     args |= {"Hi": layer.indexer.heads, "Di": layer.indexer.head_dim, "compiled": spec.compiled}
+    args |= {"sequences": spec.packed, "max_seqlen": options.get("max_seqlen")}
     if dense is None:
         return make_case(spec.name, spec.group, args, ms, peer_failure="out of memory", **others)
     backend, theirs = dense
-    error = similarity_error(ours.rows, theirs.rows)
+    shared = min(TOPK, length)
+    error = similarity_error(ours.rows[:shared], theirs.rows[:shared])
     if not error <= PEER_SIMILARITY:
         raise AssertionError(f"SparseMLA is wrong: similarity {error}")
     peer = (f"dense, {backend}", round(total(theirs.times), 4))

@@ -89,7 +89,7 @@ class ParallelSparseMLA(SparseMLA):
             raise ValueError(f"ParallelSparseMLA: x must be {expected} of this rank, got {describe(x)}")
         runs_indexer = self.phase != "dense" and ids is None
         first = 0
-        if runs_indexer and self.phase == "sparse" and self._cp is None and cu_seqlens is None:
+        if runs_indexer and self.phase == "sparse" and self._cp is None:
             first = self._first_rows(seq_len)
         among = shares_of(len(held), size_of(self._tp), "zigzag", x.device, first)
         own = among.rows(rank_in(self._tp))

@@ -220,8 +220,11 @@ def _gradients(
 
     values = []
     for i, rows in enumerate(expanded):
-        attention = absorption.expanded(rows, value_weight, kv, ids, ctx.slots["sm_scale"])
         known = attended[i :: len(expanded)]
+        if known and not attends and learner is None:
+            values.append(known[0])
+            continue
+        attention = absorption.expanded(rows, value_weight, kv, ids, ctx.slots["sm_scale"])
         result = Attended(*known) if known else attention.attend()
         values.append(result.values)
         if dheads is not None:

@@ -50,7 +50,7 @@ def compare(layer: SparseMLA, parallel: Any, cp: Any, seq: int, phase: Any, pack
     if phase == "sparse":
         ranks = 1 if parallel._tp is None else dist.get_world_size(parallel._tp)
         rank = 0 if parallel._tp is None else dist.get_rank(parallel._tp)
-        first = parallel._first_rows(seq) if cp is None and not packed else 0
+        first = parallel._first_rows(seq) if cp is None else 0
         queries = held[shares_of(len(held), ranks, "zigzag", torch.device("cpu"), first).rows(rank)]
         assert torch.equal(got.ids, expected.ids[:, queries])
     parallel.zero_grad()

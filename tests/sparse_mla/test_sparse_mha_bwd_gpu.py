@@ -24,10 +24,31 @@ def test_tiles_that_nobody_lists() -> None:
     assert not results[2][:, 600:1700].any()
 
 
-@pytest.mark.parametrize("heads", [1, 7, 20, 41])
+@pytest.mark.parametrize("heads", [1, 7, 30, 41])
 def test_heads_in_several_launches(heads: int) -> None:
-    """dS of 4500 queries and keys takes 22 MB a head: those of 19 heads are in one of three buffers."""
+    """dS of 4500 queries and keys takes 22 MB a head: those of 20 heads are in one of three buffers."""
     check_both(make(1, 4500, 4500, heads, 64))
+
+
+@pytest.mark.parametrize("window", [1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("q_start", [0, 1, 127, 128, 3000])
+def test_windows(window: int, q_start: int) -> None:
+    """Lists of all keys: every tile that the memory is for has a bit, and one more tile would be another head's."""
+    args = make(2, 900, 2500, 3, 1, q_start=q_start, window=window)
+    check_both(args | {"indices": torch.arange(2500, dtype=torch.int32, device=DEVICE).expand(2, 900, -1)})
+
+
+def test_memory_of_a_window() -> None:
+    """dS of one head would be 1.1 GB without it."""
+    args = with_results(make(1, 32768, 32768, 1, 16))
+    before = torch.cuda.memory_allocated()
+    used = []
+    for window in (None, 2048):
+        torch.cuda.reset_peak_memory_stats()
+        BACKWARD(**args, window=window)
+        used.append(torch.cuda.max_memory_allocated() - before)
+    assert used[0] > 32768**2
+    assert used[1] < 32768**2 // 2
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

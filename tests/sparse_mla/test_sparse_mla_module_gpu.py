@@ -9,7 +9,7 @@ import torch
 from streams import written_late
 from torch import Tensor
 
-from dsa_ext.nn import LightningIndexer, SparseMLA, absorbed, sparse_mla
+from dsa_ext.nn import LightningIndexer, SparseMLA, absorbed, expanded, sparse_mla
 
 pytestmark = pytest.mark.gpu
 
@@ -182,6 +182,42 @@ def test_memory_of_the_first_queries(seq: int, monkeypatch: pytest.MonkeyPatch) 
 
 def without_expanded_rows(*args: Any, expanded: Any, **options: Any) -> Any:
     return absorbed.absorbed_attention(*args, **options)
+
+
+@pytest.mark.parametrize("max_seqlen", [None, 700, 10_000])
+@pytest.mark.parametrize("indexer_loss", ["forward", "deferred"])
+def test_packed_sequences(indexer_loss: Any, max_seqlen: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the expanded form, its first rows or all in windows, like in the absorbed form, which deterministic algorithms
+    select; and in a graph that is replayed for other sequences."""
+    layer = make_layer(128, 64, 128, topk=100, indexer_loss=indexer_loss)
+    x = make_input(1, 1200)
+    lengths = [300, 1, 0, 699, 200], [2, 700, 128, 128, 242]
+    cu_seqlens = [torch.tensor([0, *n]).cumsum(0).int().to(DEVICE) for n in lengths]
+    monkeypatch.setattr(expanded, "expanded_rows", lambda seq, *_: min(seq, 700))
+    monkeypatch.setattr(expanded, "_WINDOW_ROWS", 500)
+
+    def results(places: Tensor) -> dict[str, Tensor]:
+        return step(layer, x, lambda x: layer(x, cu_seqlens=places, max_seqlen=max_seqlen))
+
+    got = results(cu_seqlens[0])
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = results(cu_seqlens[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    check(dict(got), expected)
+    assert not torch.equal(got["out"], expected["out"])
+    other = results(cu_seqlens[1])["out"]
+    places, graph = cu_seqlens[0].clone(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        layer(x, cu_seqlens=places, max_seqlen=max_seqlen)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = layer(x, cu_seqlens=places, max_seqlen=max_seqlen).out
+        for wanted, source in ((other, 1), (got["out"], 0)):
+            places.copy_(cu_seqlens[source])
+            graph.replay()
+            check({"out": out}, {"out": wanted})
 
 
 @all_phases

@@ -5,27 +5,21 @@
 
 #include "finish.cuh"
 #include "key_gradients.cuh"
+#include "ops/sparse_mla/sparse_mha/tensor_maps.h"
 #include "prepare.cuh"
 #include "query_gradients.cuh"
 #include "sm90/launch.h"
-#include "sm90/tensor_map.h"
 
 namespace dsa::sparse_mha_bwd {
 namespace {
 
-// A box is 64 positions by 64 columns of a head.
-bool encode_heads(CUtensorMap* map, const Heads& t, const Params& p, int columns, int heads, int positions) {
-  return encode_head_tensor(map, {t.data, columns, heads, 1, positions, p.batch, t.stride_h, 0, t.stride_s, t.stride_b},
-                            {.heads = 1, .positions = kTileRows});
-}
-
 // Returns null, or a text that says what failed.
 const char* encode_maps(Maps* maps, const Params& p) {
-  if (!encode_heads(&maps->q, p.q, p, kColumns, p.heads, p.seq_q)) return "no tensor map for q";
-  if (!encode_heads(&maps->dout, p.dout, p, kValueColumns, p.heads, p.seq_q)) return "no tensor map for dout";
-  if (!encode_heads(&maps->k, p.k, p, kNope, p.heads, p.seq_kv)) return "no tensor map for k";
-  if (!encode_heads(&maps->k_rope, p.k_rope, p, kRope, 1, p.seq_kv)) return "no tensor map for k_rope";
-  if (!encode_heads(&maps->v, p.v, p, kValueColumns, p.heads, p.seq_kv)) return "no tensor map for v";
+  if (!encode_rows(&maps->q, p.q, p, kColumns, p.heads, p.seq_q, kTileRows)) return "no tensor map for q";
+  if (!encode_rows(&maps->dout, p.dout, p, kValueColumns, p.heads, p.seq_q, kTileRows)) return "no tensor map for dout";
+  if (!encode_rows(&maps->k, p.k, p, kNope, p.heads, p.seq_kv, kTileRows)) return "no tensor map for k";
+  if (!encode_rows(&maps->k_rope, p.k_rope, p, kRope, 1, p.seq_kv, kTileRows)) return "no tensor map for k_rope";
+  if (!encode_rows(&maps->v, p.v, p, kValueColumns, p.heads, p.seq_kv, kTileRows)) return "no tensor map for v";
   return nullptr;
 }
 

@@ -4,18 +4,12 @@
 
 #include "gather.cuh"
 #include "kernel.cuh"
+#include "ops/sparse_mla/sparse_mha/tensor_maps.h"
 #include "params.h"
 #include "sm90/launch.h"
-#include "sm90/tensor_map.h"
 
 namespace dsa::sparse_mha_dist {
 namespace {
-
-// A box is `rows` positions of one head by 64 columns. Returns false when the driver refuses.
-bool encode(CUtensorMap* map, const Heads& t, const Params& p, int columns, int heads, int positions, int rows) {
-  return encode_head_tensor(map, {t.data, columns, heads, 1, positions, p.batch, t.stride_h, 0, t.stride_s, t.stride_b},
-                            {.heads = 1, .positions = rows});
-}
 
 // Tiles of a query block, halves included, if its queries list keys everywhere.
 double visible_tiles(const Problem& p, const Lists& lists, int block) {
@@ -43,9 +37,9 @@ Split choose_split(const Problem& p, const Lists& lists) {
 
 const char* launch_tiles(const Params& p, void* stream) {
   Maps maps;
-  if (!encode(&maps.q, p.q, p, kColumns, p.heads, p.seq_q, kGroupRows)) return "no tensor map for q";
-  if (!encode(&maps.k, p.k, p, kNope, p.heads, p.seq_kv, kBlock)) return "no tensor map for k";
-  if (!encode(&maps.k_rope, p.k_rope, p, kRope, 1, p.seq_kv, kBlock)) return "no tensor map for k_rope";
+  if (!encode_rows(&maps.q, p.q, p, kColumns, p.heads, p.seq_q, kGroupRows)) return "no tensor map for q";
+  if (!encode_rows(&maps.k, p.k, p, kNope, p.heads, p.seq_kv, kBlock)) return "no tensor map for k";
+  if (!encode_rows(&maps.k_rope, p.k_rope, p, kRope, 1, p.seq_kv, kBlock)) return "no tensor map for k_rope";
   static_assert(sizeof(SharedStorage) <= kMaxSharedBytes);
   return launch_kernel<sparse_mha_dist_kernel>(p.device, unsigned(count_items(p)), kThreads, sizeof(SharedStorage),
                                                static_cast<cudaStream_t>(stream), p, maps);
