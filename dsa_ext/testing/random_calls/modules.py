@@ -165,6 +165,10 @@ def sparse_mla(draw: Draw) -> Call:
     }
     indexer["precision"] = draw.choice(("fp8", "bf16"))
     sizes: dict[str, Any] = {"nope_dim": 16 * draw.size(4), "v_dim": 16 * draw.size(4), "topk": draw.size(80)}
+    if draw.chance(0.4):  # what sparse_mha takes
+        sizes |= {"nope_dim": 128, "v_dim": 128}
+    if draw.chance(0.4):  # so that some queries are in the absorbed form
+        sizes["topk"] = draw.size(3)
     phase: Phase = draw.choice(("dense", "warmup", "sparse", "sparse"))
     heads = draw.size(16)
     layer = SparseMLA(
@@ -178,14 +182,18 @@ def sparse_mla(draw: Draw) -> Call:
         if selection is not None:
             module.indexer.select = lambda *_: selection[0]  # type: ignore[method-assign]
         x = a["x"].detach().requires_grad_()
-        out, loss, ids = module(x)
+        out, loss, ids = module(x, cu_seqlens=a.get("cu_seqlens"), max_seqlen=a.get("max_seqlen"))
         learns = {n: p for n, p in module.named_parameters() if phase != "dense" or not n.startswith("indexer.")}
         made = {"ids": ids} if ids is not None else {}
         made |= {"out": out} if loss is None else {"out": out, "indexer_loss": loss}
         results = [out] if loss is None else [out, loss]
         return made | _gradients(results, [a["dout"].to(out.dtype), None][: len(results)], x, learns)
 
-    args = {"x": _tokens(draw, batch, seq, hidden), "dout": dout}
+    args: Args = {"x": _tokens(draw, batch, seq, hidden), "dout": dout}
+    if batch == 1 and draw.chance(0.6):
+        places = sorted(draw.random.randint(0, seq) for _ in range(draw.size(6)))
+        args["cu_seqlens"] = torch.tensor([0, *places, seq], dtype=torch.int32, device=draw.device)
+        args["max_seqlen"] = draw.choice((None, int(args["cu_seqlens"].diff().max()), draw.size(100)))
     return _call("nn.SparseMLA", draw, layer, args, step, ("ids",) if phase == "sparse" else ())
 
 

@@ -75,15 +75,19 @@ def sparse_mha_bwd(args: dict[str, Any]) -> list[Expected]:
     by_key = {kind: q.new_zeros(*key_shape, q.shape[3]) for kind in kinds}
     by_value = {kind: q.new_zeros(*key_shape, v.shape[3]) for kind in kinds}
     key_free = torch.zeros(key_shape, dtype=torch.bool, device=q.device)
-    rounded = {name: Rounded(q.device) for name in ("dq", "dk", "dv")}
+    # dS is made of rounded probabilities, and rounded: whichever has fewer distinct numbers counts.
+    rounded = {name: Rounded(q.device) for name in ("dq", "dk", "dv", "p of dq", "p of dk")}
     for chunk in sparse_mha.masked_chunks(q, k, k_rope, v, seen):
         run, do, row_lse = (slice(None), chunk.queries), chunk.rows(dout), chunk.rows(lse)
         s = scores_of(chunk.q, chunk.keys, chunk.visible, scale)
         rows = chunk.rows(delta), chunk.rows(delta_noise), row_lse
         g = score_gradients(s, chunk.values, do, torch.zeros_like(do), *rows, scale, True)
         keys, queries, doa = chunk.keys.abs(), chunk.q.abs(), do.abs()
-        rounded["dq"].add(g.ds, g.ds.square() * keys.square().sum(-1)[..., None, :])
-        rounded["dk"].add(g.ds, g.ds.square() * queries.square().sum(-1, keepdim=True))
+        query_squares = g.ds.square() * keys.square().sum(-1)[..., None, :]
+        key_squares = g.ds.square() * queries.square().sum(-1, keepdim=True)
+        for made_of, numbers in (("", g.ds), ("p of ", g.p)):
+            rounded[f"{made_of}dq"].add(numbers, query_squares)
+            rounded[f"{made_of}dk"].add(numbers, key_squares)
         rounded["dv"].add(g.p, g.p.square() * doa.square().sum(-1, keepdim=True))
         for kind, ds, p, (a, b, c) in (
             ("noise", g.ds_noise, g.p_noise, (keys, queries, doa)),
@@ -110,10 +114,11 @@ def sparse_mha_bwd(args: dict[str, Any]) -> list[Expected]:
         return [sums[kind][..., nope:].sum(1) for kind in kinds]
 
     freed = key_free.transpose(1, 2)[..., None]
+    of_dq, of_dk = (min(rounded[name], rounded[f"p of {name}"], key=lambda r: r.count) for name in ("dq", "dk"))
     return [
-        sums_gradient("dq", dq, list(by_query.values()), free[..., None], scale, rounded["dq"]),
-        sums_gradient("dk", dk, of_keys(by_key, slice(0, nope)), freed, scale, rounded["dk"]),
-        sums_gradient("dk_rope", dk_rope, of_shared_columns(by_key), freed.any(2), scale, rounded["dk"]),
+        sums_gradient("dq", dq, list(by_query.values()), free[..., None], scale, of_dq),
+        sums_gradient("dk", dk, of_keys(by_key, slice(0, nope)), freed, scale, of_dk),
+        sums_gradient("dk_rope", dk_rope, of_shared_columns(by_key), freed.any(2), scale, of_dk),
         sums_gradient("dv", dv, of_keys(by_value, slice(None)), freed, scale, rounded["dv"]),
     ]
 

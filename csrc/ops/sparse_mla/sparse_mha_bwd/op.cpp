@@ -19,12 +19,12 @@ constexpr int64_t kScoreBytes = int64_t{5} << 28;
 // CTAs of a kernel of gradients of keys for each SM, and heads of one CTA.
 constexpr int64_t kCtasPerSm = 2, kMaxHeadsTogether = 8;
 
-// The most tiles of a head that may have a bit.
+// The most tiles of a head that may have a bit; one if the causal rule and the window leave none.
 int64_t tiles_per_head(const MaskedProblem& masked) {
   const Mask& mask = masked.problem.mask;
   int64_t tiles = 0;
   for (int64_t block = 0; block < mask.q_blocks; ++block) tiles += most_key_blocks(masked.lists, mask, block);
-  return tiles;
+  return std::max<int64_t>(1, tiles);
 }
 
 void divide_heads(Params& p) {
