@@ -100,8 +100,8 @@ def sparse_mha(
         natural logarithm. Both are differentiable (once) with respect to q, k, k_rope and v.
 
     Forward and gradients are deterministic (bitwise). Nothing synchronizes with the host, and everything may be
-    captured in a CUDA graph. A call needs B * S * S_kv / 8 bytes for the mask; a backward also up to 1.4 GB, or 96 KB for
-    each tile of 128 queries and 128 keys of one head, as far as `causal` and `window` leave them, if that is more.
+    captured in a CUDA graph. A call needs B * S * S_kv / 8 bytes for the mask; a backward also up to 1.4 GB or, if that
+    is more, 96 KB for each tile of 128 queries and 128 keys of one head that `causal` and `window` do not hide.
 
     On CUDA the last dimension of all tensors must have stride 1 and every row of q, k, k_rope and v must start 16-byte
     aligned; all other strides are arbitrary. At most 2^24 positions.
