@@ -48,7 +48,7 @@ def rows_of(
     if positions is None:
         positions = row - starts
     if max_seqlen is not None:
-        if not isinstance(max_seqlen, int) or max_seqlen < 1:
+        if not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or max_seqlen < 1:
             raise ValueError(f"SparseMLA: max_seqlen must be a positive int, got {max_seqlen!r}")
         max_seqlen = min(max_seqlen, seq)
         starts = torch.maximum(starts, row + 1 - max_seqlen).int()

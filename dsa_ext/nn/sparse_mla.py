@@ -39,10 +39,12 @@ class SparseMLA(nn.Module):
     - "sparse": every query attends to the `topk` keys that the indexer selects, and the indexer learns to predict the
       attention to these.
 
-    All but the dense phase without `cu_seqlens` run in the absorbed form, in which one latent row per token is key and
-    value of all heads. In the sparse phase the first queries of a sequence have keys and values of each head instead
-    (by sparse_mha (2 + 128 // min(heads, 64)) * topk of them, if a head has 128 + 64 and 128 columns; else `topk`),
-    but not with `cu_seqlens`, `ids` or `cache`, under torch.compile, or with deterministic algorithms.
+    In the sparse phase the first min(16384, topk * (2 + 128 // min(heads, 64))) queries run in the expanded form, in
+    which each head has keys and values of its own, if a head has 128 + 64 columns and 128 of the value; else the first
+    `topk`. With `cu_seqlens` and a `max_seqlen` of at most so many rows, all queries do. The other queries, the
+    warm-up, and the dense phase with `cu_seqlens` run in the absorbed form, in which one latent row per token is key
+    and value of all heads. With `ids`, `cache` or deterministic algorithms all queries do, and with heads of other
+    columns also with `cu_seqlens` and in compiled calls.
 
     The indexer's input is detached: the indexer's loss trains the indexer only, and the language-model loss trains
     everything else. Add `indexer_loss` to the loss, or call backward on both.
@@ -160,9 +162,8 @@ class SparseMLA(nn.Module):
             cu_seqlens: for B = 1, the rows at which packed sequences begin, and S: int32 [number of sequences + 1],
                 ascending from 0, on the device of x; a sequence may be empty. Its numbers are not checked, which would
                 wait for the GPU. Queries see keys of their own sequence only.
-            max_seqlen: with cu_seqlens, the number of rows of the longest sequence, if it is known: packed sequences of
-                up to as many rows as sequences have first queries in the expanded form run in it then. A query sees at
-                most so many keys up to its own, should a sequence be longer.
+            max_seqlen: with cu_seqlens, at least the length of the longest sequence, if it is known: see above. It is
+                not checked: queries of longer sequences see only so many keys up to their own.
             ids: keys that an earlier layer selected [B, S, K], int32, to share its indexer; only in the phase "sparse".
                 Later keys and those of other sequences are ignored. The indexer does not run, and there is no loss.
             cache: keys of earlier tokens, to which those of x are added: x has the tokens of the cache's current step,

@@ -43,7 +43,7 @@ def _check_scores(a: Args) -> None:
     check_positions(a.op, a.q_start, a.starts, a.ends)
     if a.window is not None:
         if not a.causal or a.starts is not None:
-            fail(a.op, "window needs causal=True without starts and ends")
+            fail(a.op, f"window must be None with causal=False, or with starts and ends, got {a.window}")
         if not 1 <= a.window <= 2**62:
             fail(a.op, f"window must be from 1 to 2^62, got {a.window}")
     check_same_device(a.op, "q", a.q, k=a.k, k_rope=a.k_rope, indices=a.indices, **rows)

@@ -118,10 +118,10 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         {"starts": torch.zeros(1, 5).int(), "ends": torch.zeros(1, 5).int(), "q_start": 1},
         "q_start must be 0 with starts and ends, got 1",
     ),
-    ({"causal": False, "window": 5}, "window needs causal=True without starts and ends"),
+    ({"causal": False, "window": 5}, "window must be None with causal=False, or with starts and ends, got 5"),
     (
         {"causal": True, "starts": torch.zeros(1, 5).int(), "ends": torch.zeros(1, 5).int(), "window": 5},
-        "window needs causal=True without starts and ends",
+        "window must be None with causal=False, or with starts and ends, got 5",
     ),
     ({"causal": True, "window": 0}, "window must be from 1 to 2^62, got 0"),
     ({"causal": True, "window": 2**62 + 1}, "window must be from 1 to 2^62, got 4611686018427387905"),

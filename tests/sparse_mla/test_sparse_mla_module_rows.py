@@ -201,7 +201,7 @@ def test_errors() -> None:
         layer(x[:1], cu_seqlens=[0, 9])
     with pytest.raises(ValueError, match="max_seqlen must be None without cu_seqlens, got 5"):
         layer(x, max_seqlen=5)
-    for wrong in (0, 2.0, torch.tensor(3)):
+    for wrong in (0, 2.0, True, torch.tensor(3)):
         with pytest.raises(ValueError, match="max_seqlen must be a positive int, got"):
             layer(x[:1], cu_seqlens=torch.tensor([0, 9], dtype=torch.int32), max_seqlen=wrong)
     expected = r"SparseMLA: positions must be int32 or int64 \[S=9\] or \[B=2, S\] on the device of x, cpu, got"

@@ -25,7 +25,8 @@ void check_inputs(const char* op, const Inputs& inputs) {
   DSA_CHECK(q_start >= 0 && q_start <= kMaxStart, op, ": q_start must be from 0 to 2^62, got ", q_start);
   DSA_CHECK(starts.has_value() == ends.has_value(), op, ": starts and ends must be given together");
   DSA_CHECK(!starts || q_start == 0, op, ": q_start must be 0 with starts and ends, got ", q_start);
-  DSA_CHECK(!window || (causal && !starts), op, ": window needs causal=True without starts and ends");
+  DSA_CHECK(!window || (causal && !starts), op,
+            ": window must be None with causal=False, or with starts and ends, got ", *window);
   DSA_CHECK(!window || (*window >= 1 && *window <= kMaxStart), op, ": window must be from 1 to 2^62, got ", *window);
   if (v) check_tensor(op, "v", *v, ScalarType::BFloat16, {batch, keys, heads, {"Dv", kValueColumns}});
   check_rows_aligned(op, "q", q);
