@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dsa_ext.nn.expanded import MOST_PAIRS, Expanded, ExpandedAttention, divided
+from dsa_ext.nn.expanded import Expanded, ExpandedAttention, divided
 from dsa_ext.nn.heads import multiply, multiply_heads, weight_gradient
 from dsa_ext.nn.rotary import rotated, write_rotated
 from dsa_ext.ops._library import is_transformed
@@ -58,10 +58,7 @@ def parts_of(heads: Tensor, columns: int, expanded: Expanded, most_bytes: int) -
     places = expanded.places()
     are_whole = len(places) <= 1 and expanded.rows in (0, seq)
     together = max(1, most // max(1, seq)) if are_whole else 1
-    if places:
-        rows, keys = places[-1]
-        together = min(together, max(1, MOST_PAIRS // ((rows.stop - rows.start) * (keys.stop - keys.start))))
-    for sequences in divided(batch, together):
+    for sequences in divided(batch, min(together, expanded.most_sequences)):
         for rows, keys in places:
             yield Queries(sequences, rows, keys, expanded.causal and rows.stop == keys.stop, expanded.window)
         if expanded.rows < seq or seq == 0:

@@ -34,16 +34,15 @@ def _attend_to_all(q: Tensor, k: Tensor, k_rope: Tensor, v: Tensor, sm_scale: fl
 #: Most pairs of an expanded query and a key at a time: for each, the weights for a learning indexer take 4 bytes, and
 #: the gradients of scores of a head 3.
 MOST_PAIRS = 2**28
-
-
 #: Most queries with a window at a time.
 _WINDOW_ROWS = 8192
 
 
 def divided(length: int, most: int) -> list[slice]:
     """Slices of about equal size, of at most `most`; one if the length is 0."""
-    size = -(-length // max(1, -(-length // most)))
-    return [slice(begin, min(length, begin + size)) for begin in range(0, max(1, length), max(1, size))]
+    parts = int(max(1, -(-length // most)))
+    size = -(-length // parts)
+    return [slice(i * size, min(length, (i + 1) * size)) for i in range(parts)]
 
 
 class Expanded(NamedTuple):
@@ -64,6 +63,16 @@ class Expanded(NamedTuple):
             return [(slice(0, self.rows), slice(0, self.keys))]
         parts = divided(self.rows, _WINDOW_ROWS)
         return [(rows, slice(max(0, rows.start + 1 - self.window), rows.stop)) for rows in parts]
+
+    @property
+    def most_sequences(self) -> int:
+        """How many sequences may be worked on together."""
+        places = self.places()
+        if not places:
+            return MOST_PAIRS
+        rows, keys = places[-1]
+        pairs: int = (rows.stop - rows.start) * (keys.stop - keys.start)
+        return max(1, MOST_PAIRS // pairs)
 
 
 NONE = Expanded(0, 0)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from dsa_ext import functional
-from dsa_ext.nn.absorption import Queries, Rope, absorbed_queries
-from dsa_ext.nn.expanded import Expanded
+from dsa_ext.nn.absorption import Rope, absorbed_queries
+from dsa_ext.nn.expanded import Expanded, divided
 from dsa_ext.nn.heads import multiply_heads
 from dsa_ext.nn.rotary import rotated
 
@@ -33,23 +33,26 @@ def plain_attention(
     seq, sm_scale = heads.shape[1], slots["sm_scale"]
     values, ps, lse = [], [], None
     for rows, keys in expanded.places():
-        listed = ids[:, rows, 0] - keys.start
-        inputs = (
-            *_expanded_inputs(heads[:, rows], key_weight, value_weight, kv[:, keys, 0], _of_rows(rope, rows)),
-            listed,
-        )
-        q_start = rows.start - keys.start
-        causal = expanded.causal and rows.stop == keys.stop
-        options = {"sm_scale": sm_scale, "causal": causal, "q_start": q_start, "window": expanded.window}
-        value, lse_of_rows = functional.sparse_mha(*inputs, **options, return_lse=True)
-        values.append(value)
-        if distribution:
-            q, k, k_rope, _, _ = (t.detach() for t in inputs)
-            ps.append(functional.sparse_mha_dist(q, k, k_rope, listed, lse_of_rows.detach(), **options))
+        options = {
+            "sm_scale": sm_scale,
+            "causal": expanded.causal and rows.stop == keys.stop,
+            "q_start": rows.start - keys.start,
+            "window": expanded.window,
+        }
+        of_sequences = []
+        for sequences in divided(heads.shape[0], expanded.most_sequences):
+            of_rows = heads[sequences, rows], key_weight, value_weight, kv[sequences, keys, 0]
+            inputs = _expanded_inputs(*of_rows, _part(rope, sequences, rows))
+            listed = ids[sequences, rows, 0] - keys.start
+            of_sequences.append(_attend_in_expanded_form(inputs, listed, options, distribution))
+        values.append(_joined([value for value, _ in of_sequences], 0))
+        ps.append(_joined([p for _, p in of_sequences], 0))
     if expanded.rows < seq or seq == 0:
         others = slice(expanded.rows, seq)
-        q, listed = absorbed_queries(heads[:, others], key_weight, _of_rows(rope, others)), ids[:, others]
-        visible = Queries(slice(None), others).visible(starts, ends)
+        q, listed = absorbed_queries(heads[:, others], key_weight, _part(rope, slice(None), others)), ids[:, others]
+        visible: dict[str, Any] = {"q_start": expanded.rows}
+        if starts is not None and ends is not None:
+            visible = {"starts": starts[:, others], "ends": ends[:, others]}
         latent, lse = functional.sparse_mla(
             q, kv, listed, d_v=value_weight.shape[2], return_lse=True, **visible, **slots
         )
@@ -58,11 +61,27 @@ def plain_attention(
             p = functional.attn_dist(q.detach(), kv.detach(), listed, lse.detach(), sm_scale=sm_scale, **visible)
             ps.append(p[:, :, 0])
     of_all = None if lse is None or expanded.rows > 0 else lse.detach()
-    return torch.cat(values, dim=1), of_all, torch.cat(ps, dim=1) if distribution else None
+    return _joined(values, 1), of_all, _joined(ps, 1) if distribution else None
 
 
-def _of_rows(rope: Rope, rows: slice) -> Rope:
-    return Rope(rope.cos[:, rows], rope.sin[:, rows], rope.interleaved)
+def _attend_in_expanded_form(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor], listed: Tensor, options: dict[str, Any], distribution: bool
+) -> tuple[Tensor, Tensor]:
+    """Values, and the weights of the listed keys; without `distribution` any tensor instead."""
+    values, lse = functional.sparse_mha(*inputs, listed, **options, return_lse=True)
+    if not distribution:
+        return values, lse
+    q, k, k_rope = (t.detach() for t in inputs[:3])
+    return values, functional.sparse_mha_dist(q, k, k_rope, listed, lse.detach(), **options)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _part(rope: Rope, sequences: slice, rows: slice) -> Rope:
+    cos, sin = (t[sequences if t.shape[0] > 1 else slice(None), rows] for t in rope[:2])
+    return Rope(cos, sin, rope.interleaved)
 
 
 def _expanded_inputs(

@@ -57,15 +57,30 @@ def test_padded_batches(name: str, side: str, seen: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("longest", [None, FIRST, FIRST + 1])
-def test_packed_sequences(name: str, longest: int | None, seen: Any) -> None:
-    inputs = packed(LENGTHS) | ({} if longest is None else {"max_length_q": longest})
-    plain, ours = both(make(name), input_ids=tokens(1, SEQ), use_cache=False, **inputs)
+@pytest.mark.parametrize("lengths", [LENGTHS, (15, 15), (1,) * SEQ])
+def test_packed_sequences(name: str, lengths: tuple[int, ...], seen: Any) -> None:
+    """All are in the expanded form if the longest one is not too long."""
+    plain, ours = both(make(name), input_ids=tokens(1, SEQ), use_cache=False, **packed(lengths))
     torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-5)
-    assert set(seen) == ({(1, 10, FIRST)} if longest == FIRST else {(1, FIRST, None)})
+    assert set(seen) == ({(1, 10, max(lengths))} if max(lengths) <= FIRST else {(1, FIRST, None)})
 
 
-@pytest.mark.parametrize("inputs", [padded("left"), packed(LENGTHS) | {"max_length_q": FIRST}])
+def test_ids_that_bounds_exclude(seen: Any) -> None:
+    """A layer that shares an indexer gets ids of other sequences: it ignores them."""
+    model = make("GlmMoeDsa")
+    x, layer = torch.randn(1, SEQ, 64, generator=torch.Generator().manual_seed(0)), model.model.layers[1].self_attn
+    with integration.enable(model), torch.no_grad():
+        tables = model.model.rotary_emb(x, torch.arange(SEQ)[None])
+        row = torch.arange(SEQ)
+        bounds = torch.stack([row // 10 * 10, row + 1, torch.ones_like(row), 0 * row], -1).int()[None, None]
+        every = row.int().expand(1, SEQ, -1)
+        own = every.where((every <= row[:, None]) & (every >= bounds[0, 0, :, :1]), -1)
+        outs = [layer(x, tables, bounds, prev_topk_indices=ids.contiguous())[0] for ids in (every, own)]
+    assert not seen
+    torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize("inputs", [padded("left"), packed(LENGTHS)])
 @pytest.mark.parametrize("train_indexer", [False, True])
 def test_gradients(inputs: dict[str, Any], train_indexer: bool, seen: Any) -> None:
     model = make("DeepseekV32", num_experts_per_tok=4).train()

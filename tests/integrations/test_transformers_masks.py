@@ -52,10 +52,10 @@ def test_bounds_are_those_of_the_mask(name: str, queries: int, padded: bool, com
     bounds = call(**arguments)
     if name == "causal" and queries == 9 and not padded and not compiled:
         assert bounds is None
-        starts, ends, _, is_causal = masks.bounds_of(None, torch.empty(2, 9, 0))
+        starts, ends, _, is_causal, longest = masks.bounds_of(None, torch.empty(2, 9, 0))
     else:
         assert (bounds.dtype, bounds.shape[:3]) == (torch.int32, (2, 1, queries))
-        starts, ends, _, is_causal = masks.bounds_of(bounds, torch.empty(2, queries, 0))
+        starts, ends, _, is_causal, longest = masks.bounds_of(bounds, torch.empty(2, queries, 0))
     key = torch.arange(9)
     shown = (key >= starts[..., None]) & (key < ends[..., None])
     expected = masking.sdpa_mask(**arguments, allow_is_causal_skip=False)[:, 0]
@@ -64,6 +64,11 @@ def test_bounds_are_those_of_the_mask(name: str, queries: int, padded: bool, com
     position = torch.arange(9 - queries, 9)[:, None]
     sees_later = position_masks()[name](torch.arange(2)[:, None, None], 0, position, key) & (key > position)
     assert is_causal == (name == "causal" if compiled else not sees_later.any())
+    if queries == 9 and not compiled and bounds is not None:
+        far = torch.where(expected, position - key + 1, 0).max()
+        assert longest == far
+    else:
+        assert longest is None
 
 
 def test_bounds_of_long_masks_are_checked_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes.append(tuple(heads.shape[:2]))
         return plain(heads, *args, **options)
 
-    monkeypatch.setattr(absorption, "MOST_PAIRS", 200)
+    monkeypatch.setattr(expanded_module, "MOST_PAIRS", 200)
     monkeypatch.setattr(absorption, "ExpandedAttention", counted)
     torch.testing.assert_close(results(Expanded(SEQ, SEQ), distribution=True), expected)
     assert shapes == [(1, SEQ)] * 2 * BATCH

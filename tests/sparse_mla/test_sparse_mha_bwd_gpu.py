@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sparse_mha_gpu_inputs import BACKWARD, check_both, make, with_results
+from sparse_mha_gpu_inputs import BACKWARD, FORWARD, check_both, make, with_results
 from sparse_mla_gpu_inputs import DEVICE
 
 from dsa_ext.testing.tolerances import check
@@ -36,6 +36,28 @@ def test_windows(window: int, q_start: int) -> None:
     """Lists of all keys: every tile that the memory is for has a bit, and one more tile would be another head's."""
     args = make(2, 900, 2500, 3, 1, q_start=q_start, window=window)
     check_both(args | {"indices": torch.arange(2500, dtype=torch.int32, device=DEVICE).expand(2, 900, -1)})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_largest_q_start(causal: bool) -> None:
+    """Without a window all keys are seen."""
+    args = make(1, 300, 400, 2, 60, q_start=2**62, causal=causal)
+    results = check_both(args)
+    assert torch.equal(results[0], FORWARD(**args | {"q_start": 0, "causal": False})[0])
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(42, 1024), (27, 1280), (1, 8192), (3, 5000)])
+def test_memory(batch: int, seq: int) -> None:
+    """dS of many short sequences, whose heads are worked on together, takes no more than others."""
+    args = with_results(make(batch, seq, seq, 128 if batch > 3 else 20, 1))
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = BACKWARD(**args)
+    used = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in results)
+    rows = batch * seq * args["q"].shape[2] * 8 + 2 * batch * (seq + 128) ** 2 // 8
+    parts = batch * seq * 64 * 4 * args["q"].shape[2]
+    assert used < 1.4e9 + rows + parts
 
 
 def test_memory_of_a_window() -> None:

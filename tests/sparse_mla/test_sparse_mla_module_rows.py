@@ -122,6 +122,53 @@ def test_compiled_in_the_expanded_form(dynamic: bool, options: dict[str, Any], m
     assert calls == [2 if "max_seqlen" in options else 1]
 
 
+@pytest.mark.parametrize("options", [{}, COLUMNS])
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_for_other_lengths(packed: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for sequences with queries in both forms, of any length."""
+    set_expanded_rows(monkeypatch, 7)
+    layer = make_layer(**options)
+    torch._dynamo.reset()
+    graphs = []
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=lambda g, _: graphs.append(g) or g.forward)
+    for seq in (18, 19, 23, 40):
+        given = {"cu_seqlens": torch.tensor([0, 5, seq], dtype=torch.int32)} if packed else {}
+        x = make_input(2 - packed, seq)
+        torch.testing.assert_close(compiled(x, **given).out, layer(x, **given).out, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_compiled_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are worked on apart, as in eager calls."""
+    monkeypatch.setattr(expanded, "MOST_PAIRS", 2 * 18 * 18)
+    layer, x = make_layer(**COLUMNS, topk=1), make_input(5)
+    torch._dynamo.reset()
+    calls: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls.append(str(graph.code).count("dsa.sparse_mha_dist"))
+        return graph.forward
+
+    got, wanted = torch.compile(layer, fullgraph=True, backend=backend)(x), layer(x)
+    torch.testing.assert_close((got.out, got.indexer_loss), (wanted.out, wanted.indexer_loss), rtol=1e-4, atol=1e-5)
+    assert calls == [3]
+
+
+@pytest.mark.parametrize("places", [(3, 9, 18), (0, 9, 30), (0, 12, 4, 18), (-5, 7, 18), (0, 0), (18, 18), (40, 50)])
+@pytest.mark.parametrize("max_seqlen", [None, 4, 7])
+def test_cu_seqlens_are_not_checked(places: tuple[int, ...], max_seqlen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms take any numbers, as the same sequences."""
+    set_expanded_rows(monkeypatch, 7)
+    layer, x = make_layer(**COLUMNS), make_input()
+    given = {"cu_seqlens": torch.tensor(places, dtype=torch.int32), "max_seqlen": max_seqlen}
+    got = layer(x, **given)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(got, layer(x, **given))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_positions() -> None:
     """Only differences of positions matter, and only within a sequence."""
     layer, x = make_layer(), make_input(2, 9)

@@ -140,11 +140,9 @@ def _attend(
     cache: Cache | None,
     ids: Tensor | None,
     interleaved_indexer: bool,
-    longest: Any,
 ) -> tuple[Tensor, Tensor] | None:
     """Output [B, S, hidden_size] and the ids of the selected keys [B, S, K], which are selected if `ids` is None. None
-    if the mask has no bounds; then nothing has changed. `longest`: rows of the longest of packed sequences, if it is a
-    number."""
+    if the mask has no bounds; then nothing has changed."""
     options: Options = getattr(layer, "_dsa_options", _DEFAULT)
     is_first = is_compiling() or torch._C._current_graph_task_id() == -1  # not when a checkpoint computes it again
     if is_first:
@@ -185,14 +183,15 @@ def _attend(
         if options.recorded is not None:
             _record(options, layer.layer_idx, ids, past)
     listed = ids[:, :, None]
-    # The bounds also hold for ids that come from elsewhere.
+    # The bounds also hold for ids that come from elsewhere, in the absorbed form.
     visible: dict[str, Any] = {} if mask is None else {"starts": bounds.starts, "ends": bounds.ends}
     # An indexer, here or in an earlier layer, selects each key once, and every key of the first queries. A replayed
     # selection may be any other, and should give the bits that it gave when it was recorded.
     expanded = NONE
-    if kv.shape[1] == x.shape[1] and options.recorded is None and not options.replayed:
+    selects = mask is None or tensors is not None
+    if selects and kv.shape[1] == x.shape[1] and options.recorded is None and not options.replayed:
         sizes = ids.shape[2], heads.shape[2], key_weight.shape[1], _ROPE, value_weight.shape[1]
-        known: dict[str, Any] = {"bounded": mask is not None, "longest": longest, "causal": bounds.is_causal}
+        known: dict[str, Any] = {"bounded": mask is not None, "longest": bounds.longest, "causal": bounds.is_causal}
         expanded = expanded_queries(x.shape[1], *sizes, **known)
     rope = Rope(cos[:, :, None], sin[:, :, None], interleaved=True)
     out_weight = plain_weight(layer.o_proj)
@@ -268,8 +267,7 @@ class DsaDeepseekV32Attention(DeepseekV32Attention, metaclass=_Recorded):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        given = hidden_states, position_embeddings, attention_mask, past_key_values
-        done = _attend(self, *given, None, False, kwargs.get("max_length_q"))
+        done = _attend(self, hidden_states, position_embeddings, attention_mask, past_key_values, None, False)
         if done is not None:
             return done[0], None
         assert attention_mask is not None  # None has bounds
@@ -299,8 +297,7 @@ class DsaGlmMoeDsaAttention(GlmMoeDsaAttention, metaclass=_Recorded):
         shared = prev_topk_indices if self.skip_topk else None
         if self.skip_topk and shared is None:
             raise ValueError(f"layer {self.layer_idx} shares the indexer of an earlier layer: pass prev_topk_indices")
-        given = hidden_states, position_embeddings, attention_mask, past_key_values
-        done = _attend(self, *given, shared, True, kwargs.get("max_length_q"))
+        done = _attend(self, hidden_states, position_embeddings, attention_mask, past_key_values, shared, True)
         if done is not None:
             return done[0], None, done[1]
         assert attention_mask is not None  # None has bounds

@@ -15,6 +15,8 @@ from dsa_ext.reference.indexer import runs
 
 #: The name of the attention implementation in a model's config.
 NAME = "dsa_ext"
+#: The attribute of bounds that says how far a query sees at most, its own key included. A copy has none.
+_LONGEST = "dsa_longest"
 #: A number that is added to a score hides the key from here on down.
 _HIDDEN = -1e4
 
@@ -72,7 +74,11 @@ def row_bounds(
         own = position.clamp(max=is_token.shape[1] - 1).expand(batch_size, q_length)
         counts = is_token.gather(1, own).long()
     columns = [starts, ends, counts, *([torch.zeros_like(starts)] if sees_no_later_key else [])]
-    return torch.stack(columns, dim=-1).int()[:, None]
+    bounds = torch.stack(columns, dim=-1).int()[:, None]
+    if is_whole and not is_compiling():
+        seen = torch.where(starts < ends, position + 1 - starts, 0)
+        setattr(bounds, _LONGEST, int(seen.max()) if seen.numel() > 0 else 0)
+    return bounds
 
 
 def _around(
@@ -130,6 +136,7 @@ class RowBounds(NamedTuple):
     ends: Tensor  # the one after the last
     counts: Tensor  # 1 if the query counts in losses, 0 if it is padding
     is_causal: bool  # whether it is known that no query sees a later key than its own
+    longest: int | None = None  # how many keys up to its own a query sees at most, if it is known
 
 
 def bounds_of(mask: Tensor | None, x: Tensor) -> RowBounds | None:
@@ -141,7 +148,7 @@ def bounds_of(mask: Tensor | None, x: Tensor) -> RowBounds | None:
         return RowBounds(starts, ends, torch.ones_like(ends), is_causal=True)
     if mask.dtype == torch.int32 and mask.shape[-1] in (3, 4):
         starts, ends, counts = mask[:, 0, :, :3].expand(batch, seq, 3).unbind(-1)
-        return RowBounds(starts, ends, counts, is_causal=mask.shape[-1] == 4)
+        return RowBounds(starts, ends, counts, mask.shape[-1] == 4, getattr(mask, _LONGEST, None))
     if mask.shape[1] != 1:
         return None
     mask = mask[:, 0]

@@ -20,7 +20,7 @@ struct Lists {
   int positions_per_key = 1;
 };
 
-inline constexpr int64_t kNoWindow = int64_t{1} << 62;
+inline constexpr int64_t kNoWindow = INT64_MAX;
 
 // How many blocks of keys a block of queries sees at most.
 inline int64_t most_key_blocks(const Lists& lists, const Mask& mask, int64_t block) {

@@ -34,8 +34,9 @@ void divide_heads(Params& p) {
   const int64_t at_once = (heads + launches - 1) / launches;
   const int64_t most = int64_t{p.batch} * p.mask.kv_blocks * at_once / (kCtasPerSm * p.num_sms);
   const int64_t together = std::clamp<int64_t>(most, 1, std::min(at_once, kMaxHeadsTogether));
+  const int64_t rounded = (at_once + together - 1) / together * together;
   p.heads_together = static_cast<int>(together);
-  p.heads_at_once = static_cast<int>((at_once + together - 1) / together * together);
+  p.heads_at_once = static_cast<int>(rounded <= fitting ? rounded : rounded - together);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mha_bwd(Tensor dout, Tensor q, Tensor k, Tensor k_rope, Tensor v,
