@@ -68,8 +68,8 @@ HEADLINES = (
         "sparse_mla_layer",
         "h128_s131072",
         "Training step of a layer of 128 heads on 131072 tokens: **{seconds:.2f} s**, {ratio:.2f} times dense "
-        "attention by cuDNN ({low:.2f} to {high:.2f}: at 8192 tokens, and with 16 heads up to 32768, dense "
-        "attention is faster).",
+        "attention by cuDNN ({low:.2f} to {high:.2f}: at 8192 tokens, packed or not, and with 16 heads up to "
+        "32768, dense attention is faster).",
     ),
 )
 
