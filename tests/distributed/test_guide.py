@@ -1,6 +1,7 @@
 """The code of the guide to several GPUs, in one process on the CPU."""
 
 import re
+import socket
 import sys
 from pathlib import Path
 
@@ -14,9 +15,10 @@ SETUP = FIRST[: FIRST.index("torch.manual_seed")]
 
 
 def printed(*blocks: str, folder: Path) -> list[str]:
-    return run(
-        sys.executable, "-c", "\n".join(blocks), cwd=folder, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"
-    ).split()
+    with socket.create_server(("localhost", 0)) as server:  # scripts of several processes must not share a port
+        port = str(server.getsockname()[1])
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
+    return run(sys.executable, "-c", "\n".join(blocks), cwd=folder, **environment).split()
 
 
 def test_first_script(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ from dsa_ext.testing.calls import with_forward
 from dsa_ext.testing.inputs import make_inputs, spoil_indices, strided_copy
 from sanitized.calls import BF16, Args, checked, random
 
-# (B, S, S_kv, H, K), options: one tile; several tiles, partial ones; no visible key in some rows; one key.
+# (B, S, S_kv, H, K), options: one tile; several tiles, partial ones; no visible key in some rows; one key; windows,
+# the last one of which hides all keys.
 SPARSE_MHA: tuple[tuple[tuple[int, ...], Args], ...] = (
     ((1, 64, 64, 1, 64), {}),
     ((2, 130, 300, 3, 70), {"q_start": 170}),
     ((1, 300, 270, 2, 9), {}),
     ((1, 3, 700, 5, 200), {"causal": False}),
     ((2, 1, 1, 1, 1), {"causal": False}),
+    ((1, 400, 700, 2, 600), {"q_start": 290, "window": 150}),
+    ((1, 64, 300, 1, 40), {"q_start": 1000, "window": 5}),
 )
 
 

@@ -263,8 +263,8 @@ def test_errors_of_calls() -> None:
                 {},
                 r"x must be \[1, 1, 48\], the tokens of the last cache.decode, got .*\[1, 2, 48\]",
             ),
-            (x, {"positions": torch.zeros(1)}, "positions and cu_seqlens must be None with a cache"),
-            (x, {"cu_seqlens": torch.zeros(2).int()}, "positions and cu_seqlens must be None with a cache"),
+            (x, {"positions": torch.zeros(1)}, "positions, cu_seqlens and max_seqlen must be None with a cache"),
+            (x, {"cu_seqlens": torch.zeros(2).int()}, "positions, cu_seqlens and max_seqlen must be None with a cache"),
             (x, {"ids": torch.zeros(1, 2, 3).int()}, r"ids must be int32 \[B=1, S=1, K\]"),
             (x, {"layer": 1}, "layer must be from 0 to 0, got 1"),
         ]
