@@ -100,14 +100,14 @@ def expanded_queries(
     v: int,
     *,
     bounded: bool = False,
-    longest: Any = None,
+    longest: int | None = None,
     causal: bool = True,
 ) -> Expanded:
     """The queries of a sequence of as many keys that take less time in the expanded form.
 
     Args:
         bounded: whether queries may see less than all keys up to their own.
-        longest: then, if it is a number, the most keys up to its own that a query may see.
+        longest: then, if it is known, the most keys up to its own that a query may see.
         causal: then, whether it is known that no query sees a later key than its own.
     """
     sizes = topk, heads, nope, rope, v
@@ -118,7 +118,7 @@ def expanded_queries(
         return NONE
     if not causal:
         return Expanded(seq, seq, causal=False) if first == seq else NONE
-    if first < seq and isinstance(longest, int) and 0 < longest == expanded_rows(longest, *sizes):
+    if first < seq and longest is not None and 0 < longest == expanded_rows(longest, *sizes):
         return Expanded(seq, seq, window=longest)
     return Expanded(first, first)
 
