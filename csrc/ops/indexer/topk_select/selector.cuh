@@ -4,6 +4,8 @@
 
 #include <cooperative_groups.h>
 
+#include <type_traits>
+
 #include "entries.cuh"
 
 namespace dsa::topk_select {
@@ -72,6 +74,8 @@ struct Selector {
   static constexpr int kPieces = Shape::kPieces, kKeys = Shape::kKeys, kBins = Shape::kBins;
   static constexpr Start kWhole{.shift = 32 - Shape::kDigitBits};
   using Keys = unsigned[kKeys];
+  using Value = std::remove_all_extents_t<decltype(Storage::entries.values)>;
+  static constexpr int kLastShift = 32 - 8 * int{sizeof(Value)};  // of the last digit: lower bits are all equal
 
   Storage& shared;
   int counts_turn = 0, cta_counts_turn = 0, histogram_turn = 0;
@@ -177,11 +181,13 @@ struct Selector {
         *reinterpret_cast<uint4*>(bins + i) = *reinterpret_cast<const uint4*>(group_bins + i);
         if (ctas == 1) *reinterpret_cast<uint4*>(group_bins + i) = {};
       }
-      if (ctas > 1) {
-        // All CTAs have read the other histogram.
-        histogram_turn ^= 1;
-        clear(shared.histograms[histogram_turn]);
-        add_others(bins, group_bins, ctas);
+      if constexpr (Shape::kInClusters) {
+        if (ctas > 1) {
+          // All CTAs have read the other histogram.
+          histogram_turn ^= 1;
+          clear(shared.histograms[histogram_turn]);
+          add_others(bins, group_bins, ctas);
+        }
       }
       unsigned group_count = 0;
 #pragma unroll
@@ -217,9 +223,9 @@ struct Selector {
       if (prefix == 0) return {0, 0};  // only key 0 has this digit
       wanted -= found.higher;
       if (found.in_bin <= wanted + spare) return {prefix - 1, 0};
-      if (shift == 0) return {prefix, wanted};
+      if (shift <= kLastShift) return {key_from<Value>(prefix), wanted};
       // If the last bin spans fewer keys than there are bins, its digits are the uppermost bins.
-      const int next_shift = max(0, shift - Shape::kDigitBits);
+      const int next_shift = max(kLastShift, shift - Shape::kDigitBits);
       prefix -= (kBins << next_shift) - (1 << shift);
       shift = next_shift;
     }
@@ -284,7 +290,6 @@ struct Selector {
         store_shared(address + offset, held[i / kPiece].of[i % kPiece]);
       });
     };
-    using Value = std::remove_all_extents_t<decltype(shared.entries.values)>;
     Held<Value> values[kPieces]{};
     load_held(values, shared.entries.values, pieces);
     const uint2 sums = sum_warps(counts.warp_total());  // also: all have loaded
