@@ -59,8 +59,8 @@ def parts_of(heads: Tensor, columns: int, expanded: Expanded, most_bytes: int) -
     are_whole = len(places) <= 1 and expanded.rows in (0, seq)
     together = max(1, most // max(1, seq)) if are_whole else 1
     for sequences in divided(batch, min(together, expanded.most_sequences)):
-        for rows, keys in places:
-            yield Queries(sequences, rows, keys, expanded.causal and rows.stop == keys.stop, expanded.window)
+        for rows, keys, causal in places:
+            yield Queries(sequences, rows, keys, causal, expanded.window)
         if expanded.rows < seq or seq == 0:
             for rows in divided(seq - expanded.rows, most):
                 yield Queries(sequences, slice(expanded.rows + rows.start, expanded.rows + rows.stop))

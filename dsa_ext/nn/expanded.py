@@ -55,14 +55,15 @@ class Expanded(NamedTuple):
     window: int | None = None
     causal: bool = True
 
-    def places(self) -> list[tuple[slice, slice]]:
-        """Queries that are worked on together, and the keys among which they list theirs."""
+    def places(self) -> list[tuple[slice, slice, bool]]:
+        """Queries that are worked on together, the keys among which they list theirs, and whether they list no later
+        keys than their own."""
         if self.rows == 0:
             return []
         if self.window is None:
-            return [(slice(0, self.rows), slice(0, self.keys))]
+            return [(slice(0, self.rows), slice(0, self.keys), self.causal and self.rows == self.keys)]
         parts = divided(self.rows, _WINDOW_ROWS)
-        return [(rows, slice(max(0, rows.start + 1 - self.window), rows.stop)) for rows in parts]
+        return [(rows, slice(max(0, rows.start + 1 - self.window), rows.stop), self.causal) for rows in parts]
 
     @property
     def most_sequences(self) -> int:
@@ -70,7 +71,7 @@ class Expanded(NamedTuple):
         places = self.places()
         if not places:
             return MOST_PAIRS
-        rows, keys = places[-1]
+        rows, keys, _ = places[-1]
         pairs: int = (rows.stop - rows.start) * (keys.stop - keys.start)
         return max(1, MOST_PAIRS // pairs)
 

@@ -32,10 +32,10 @@ def plain_attention(
     of expanded queries."""
     seq, sm_scale = heads.shape[1], slots["sm_scale"]
     values, ps, lse = [], [], None
-    for rows, keys in expanded.places():
+    for rows, keys, causal in expanded.places():
         options = {
             "sm_scale": sm_scale,
-            "causal": expanded.causal and rows.stop == keys.stop,
+            "causal": causal,
             "q_start": rows.start - keys.start,
             "window": expanded.window,
         }

@@ -112,11 +112,13 @@ def test_plain_formulas(expanded: tuple[int, ...], options: dict[str, Any], monk
 
 
 def test_places() -> None:
-    def places(*expanded: int) -> list[tuple[int, ...]]:
-        return [(r.start, r.stop, k.start, k.stop) for r, k in Expanded(*expanded).places()]
+    def places(*expanded: Any) -> list[tuple[int, ...]]:
+        return [(r.start, r.stop, k.start, k.stop) for r, k, _ in Expanded(*expanded).places()]
 
     assert places(0, 0) == places(0, 0, 7) == []
     assert places(5, 9) == [(0, 5, 0, 9)]
+    for expanded, causal in {(5, 9): False, (5, 5): True, (5, 5, None, False): False, (9, 9, 3): True}.items():
+        assert [of[2] for of in Expanded(*expanded).places()] == [causal]
     assert places(8000, 8000, 100) == [(0, 8000, 0, 8000)]
     assert places(16384, 16384, 100) == [(0, 8192, 0, 8192), (8192, 16384, 8093, 16384)]
     assert places(8193, 8193, 9000) == [(0, 4097, 0, 4097), (4097, 8193, 0, 8193)]

@@ -138,6 +138,19 @@ def test_compiled_for_other_lengths(packed: bool, options: dict[str, Any], monke
     assert len(graphs) == 1
 
 
+def test_compiled_for_other_max_seqlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/nn.md: again when it becomes dynamic, and where it is beyond the limit of the expanded form."""
+    set_expanded_rows(monkeypatch, 12)
+    layer, x = make_layer(**COLUMNS), make_input()
+    torch._dynamo.reset()
+    graphs = []
+    compiled = torch.compile(layer, fullgraph=True, backend=lambda g, _: graphs.append(g) or g.forward)
+    for max_seqlen, count in {12: 1, 7: 2, 9: 2, 5: 2, 15: 3, 18: 3, 8: 3, 16: 3}.items():
+        given = {"cu_seqlens": CU_SEQLENS, "max_seqlen": max_seqlen}
+        torch.testing.assert_close(compiled(x, **given).out, layer(x, **given).out, rtol=1e-4, atol=1e-5)
+        assert len(graphs) == count, max_seqlen
+
+
 def test_compiled_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are worked on apart, as in eager calls."""
     monkeypatch.setattr(expanded, "MOST_PAIRS", 2 * 18 * 18)
