@@ -5,6 +5,7 @@ with another input. Each time is compared with that of `copy`, PyTorch's copy of
 all. Every case is checked bit by bit against the reference on the CPU before it is timed.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,12 @@ class Spec:
 
 
 def specs() -> Iterator[Spec]:
-    for rows in (64, 4096, 8192):
-        for columns in (1536, 2048, 7168):
-            yield Spec(f"{rows} rows", f"{rows}x{columns}", rows, columns)
-            if rows == 8192:
-                yield Spec(f"{rows} rows", f"{rows}x{columns}_rotating", rows, columns, rotating=True)
+    for rows, columns in itertools.product((64, 4096, 8192), (1536, 2048, 7168)):
+        yield Spec(f"{rows} rows", f"{rows}x{columns}", rows, columns)
+        if rows == 8192:
+            yield Spec(f"{rows} rows", f"{rows}x{columns}_rotating", rows, columns, rotating=True)
+    rows, columns = 8192 * 64, 128  # queries of an indexer
+    yield Spec(f"{rows} rows", f"{rows}x{columns}_rotating", rows, columns, rotating=True)
 
 
 def measure(spec: Spec, _times: dict[str, float]) -> Case:

@@ -222,7 +222,8 @@ def quantize_indexer(
         if recipe == "ue8m0_hadamard":
             x = hadamard_transform(x)
         x = x.detach().float() if x.dtype == torch.float64 else x.detach()
-        y, scale = torch.ops.dsa.act_quant.default(pad(x, (0, 128 - columns)), 128, recipe != "fp32")
+        x = x if columns == 128 else pad(x, (0, 128 - columns))
+        y, scale = torch.ops.dsa.act_quant.default(x, 128, recipe != "fp32")
         results += [y[..., :columns], scale.squeeze(-1)]
     return results[0], results[1], results[2], results[3]
 

@@ -96,6 +96,8 @@ class LightningIndexer(nn.Module):
         check_autocast("LightningIndexer", x)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
+        if not isinstance(positions, PlacedRows):
+            positions = PlacedRows(positions)
         q = self._placed(self.wq_b(q_latent).unflatten(-1, (self.heads, self.head_dim)), positions)
         k = self.wk(x)
         k = self._placed(self.k_norm(k).to(k.dtype), positions)  # autocast computes norms in fp32

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsa_ext import functional
 from dsa_ext.nn.page_tables import PageTables
-from dsa_ext.nn.rotary import PlacedRows
+from dsa_ext.nn.rotary import CachedRows
 from dsa_ext.nn.tuples import DecodeStep as DecodeStep
 from dsa_ext.nn.tuples import PrefillStep as PrefillStep
 from dsa_ext.ops._checks import describe, dtype_name
@@ -271,9 +271,9 @@ class PagedKVCache:
         context_lens = self._words[3 * batch * tokens :].view(torch.int32)[:batch]
         self._step = DecodeStep(positions.view(batch, tokens), blocks, offsets, context_lens, self._block_table[:batch])
 
-    def rows(self) -> PlacedRows:
+    def rows(self) -> CachedRows:
         """The positions of the step's tokens, for apply_rope."""
-        return PlacedRows(self.step.positions, self.max_length, self._rope_tables)
+        return CachedRows(self.step.positions, self.max_length, self._rope_tables)
 
     def kv(self, layer: int) -> Tensor:
         """Pages of latent keys, as sparse_mla_decode takes them: [pages, page_size, 1, columns or bytes]."""

@@ -78,8 +78,29 @@ class Yarn:
 
 
 class PlacedRows:
-    """Positions of rows, with tables for these from `tables`, which are those of all positions up to a length: a layer
-    that is called for few rows would spend more time on its own than on them. `PagedKVCache.rows` returns one.
+    """Positions of rows, int64 or int32 [S] or [B, S], whose tables are made once for all that is rotated by them."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+        self._tables: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def tables(self, x: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
+        """See rope_tables."""
+        key = theta, columns, yarn, x.dtype
+        if key not in self._tables:
+            self._tables[key] = self._make_tables(x, theta, columns, yarn)
+        cos, sin = self._tables[key]
+        shape = *cos.shape[:2], *(1,) * (x.dim() - 3), cos.shape[-1]
+        return cos.view(shape), sin.view(shape)
+
+    def _make_tables(self, x: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
+        """[1 or B, S, columns / 2]."""
+        return _tables_of(x, self.positions, theta, columns, yarn)
+
+
+class CachedRows(PlacedRows):
+    """Rows with tables from `tables`, which are those of all positions up to a length: a layer that is called for few
+    rows would spend more time on its own than on them. `PagedKVCache.rows` returns one.
 
     Args:
         positions: of the rows, int64 [B, S].
@@ -91,28 +112,20 @@ class PlacedRows:
     """
 
     def __init__(self, positions: Tensor, length: int, tables: dict[tuple[Any, ...], tuple[Tensor, Tensor]]) -> None:
-        self.positions, self.length = positions, length
-        self._of_all = tables
-        self._of_these: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        super().__init__(positions)
+        self.length, self._of_all = length, tables
 
-    def tables(self, x: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
-        """See rope_tables."""
+    def _make_tables(self, x: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
         key = theta, columns, yarn, x.dtype
-        if key not in self._of_these:
-            like = x.new_empty(1, self.length, 0)
-            every = self._of_all.get(key)
-            if every is None and not is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                every = rope_tables(like, torch.arange(self.length, device=x.device), theta, columns, yarn)
-                if type(every[0]) is Tensor:
-                    self._of_all[key] = every
-            if every is not None:
-                cos, sin = every
-                self._of_these[key] = cos[0, self.positions], sin[0, self.positions]
-            else:
-                self._of_these[key] = rope_tables(like, self.positions, theta, columns, yarn)
-        cos, sin = self._of_these[key]
-        shape = *cos.shape[:2], *(1,) * (x.dim() - 3), cos.shape[2]
-        return cos.view(shape), sin.view(shape)
+        every = self._of_all.get(key)
+        if every is None and not is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            every = _tables_of(x, torch.arange(self.length, device=x.device), theta, columns, yarn)
+            if type(every[0]) is Tensor:
+                self._of_all[key] = every
+        if every is None:
+            return super()._make_tables(x, theta, columns, yarn)
+        cos, sin = every
+        return cos[0, self.positions], sin[0, self.positions]
 
 
 def apply_rope(
@@ -183,15 +196,20 @@ def rope_tables(
     x: Tensor, positions: Tensor | PlacedRows, theta: float, columns: int, yarn: Yarn | None = None
 ) -> tuple[Tensor, Tensor]:
     """Tables of cos and sin for apply_rope on x [B, S, ..., D]: [1 or B, S, ..., columns / 2], like x."""
-    if isinstance(positions, PlacedRows):
-        return positions.tables(x, theta, columns, yarn)
+    rows = positions if isinstance(positions, PlacedRows) else PlacedRows(positions)
+    return rows.tables(x, theta, columns, yarn)
+
+
+def _tables_of(x: Tensor, positions: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
+    """[1 or B, S, columns / 2], like x."""
     half = columns // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     frequencies = frequencies if yarn is None else yarn.slowed(frequencies, theta)
     angles = (positions if positions.dim() == 2 else positions[None]).to(torch.float32)[..., None] * frequencies
-    angles = angles.view(*angles.shape[:2], *(1,) * (x.dim() - 3), half)
-    scale = 1.0 if yarn is None else yarn.rotated_scale
-    return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if yarn is not None:
+        cos, sin = cos * yarn.rotated_scale, sin * yarn.rotated_scale
+    return cos.to(x.dtype), sin.to(x.dtype)
 
 
 def halves(x: Tensor, cos: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

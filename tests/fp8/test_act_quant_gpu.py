@@ -39,7 +39,20 @@ def check(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("round_scale", [False, True])
 @pytest.mark.parametrize(
     "shape",
-    [(1, 128), (128,), (3, 256), (7, 1536), (8, 1024), (9, 1152), (2, 33, 640), (64, 7168), (1000, 2048)],
+    [
+        (1, 128),
+        (128,),
+        (6, 128),
+        (2, 33, 128),
+        (5, 7, 64, 128),
+        (3, 256),
+        (7, 1536),
+        (8, 1024),
+        (9, 1152),
+        (2, 33, 640),
+        (64, 7168),
+        (1000, 2048),
+    ],
     ids=str,
 )
 def test_values(shape: tuple[int, ...], round_scale: bool, dtype: torch.dtype) -> None:

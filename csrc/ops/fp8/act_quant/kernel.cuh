@@ -3,6 +3,7 @@
 // No warp specialization: a warp quantizes a part of one row. Each lane loads 16 bytes of each of kPieces runs of it,
 // all issued before the first is used. The lanes of a block find its largest magnitude by shuffles. The scales of a
 // CTA's rows are stored through shared memory, because those of one column of blocks are adjacent in global memory.
+// Rows of one block, of which a warp takes several, are rows of several blocks here (op.cpp).
 // Programmatic dependent launch (PDL): waits for the preceding kernel before the first load.
 #pragma once
 
@@ -80,7 +81,8 @@ __global__ void __launch_bounds__(kThreads)
   const int block = threadIdx.x / kRows;
   const int64_t scaled_row = first_row + threadIdx.x % kRows;
   if (block < Cta::kBlocks && first_column + block * kBlock < p.columns && scaled_row < p.rows) {
-    p.scales[(first_column / kBlock + block) * p.rows + scaled_row] = scales[block][threadIdx.x % kRows];
+    p.scales[(first_column / kBlock + block) * p.scales_block_stride + scaled_row * p.scales_row_stride] =
+        scales[block][threadIdx.x % kRows];
   }
 }
 

@@ -1,5 +1,6 @@
 // dsa::act_quant on CUDA: argument checks, allocation, launch. Definition: docs/fp8/act_quant.md.
 #include <cstdint>
+#include <numeric>
 #include <tuple>
 #include <vector>
 
@@ -10,6 +11,14 @@ namespace dsa::act_quant {
 namespace {
 
 constexpr char kOp[] = "dsa::act_quant";
+
+// How many rows that lie one behind the other are one row for the kernel, whose warps take 1024 columns of a row: rows
+// of one block, whose scales lie one behind the other too.
+int64_t rows_together(const Tensor& rows) {
+  constexpr int64_t kMost = 8;
+  if (rows.size(1) != kBlock || rows.stride(0) != kBlock) return 1;
+  return std::gcd(rows.size(0), kMost);
+}
 
 void check_inputs(const Tensor& x, int64_t block) {
   const bool is_float = x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Float;
@@ -30,13 +39,16 @@ std::tuple<Tensor, Tensor> act_quant(Tensor x, int64_t block, bool round_scale) 
   Tensor scales = empty({blocks, count}, ScalarType::Float, call.index);
   if (y.numel() > 0) {
     const Tensor rows = as_aligned_rows(x, count);
+    const int64_t together = rows_together(rows);
     const Params params{
         .x = rows.data_ptr(),
         .y = y.data_ptr(),
         .scales = static_cast<float*>(scales.data_ptr()),
-        .row_stride = rows.stride(0),
-        .rows = count,
-        .columns = columns,
+        .scales_block_stride = together > 1 ? 1 : count,
+        .scales_row_stride = together,
+        .row_stride = rows.stride(0) * together,
+        .rows = count / together,
+        .columns = columns * together,
         .device = call.index,
         .is_bf16 = x.scalar_type() == ScalarType::BFloat16,
         .round_scale = round_scale,
