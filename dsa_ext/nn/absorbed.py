@@ -210,7 +210,8 @@ def _gradients(
                 "SparseMLA: a deferred indexer_loss was changed in place before the backward computed it"
             )
         learner = _Learner(IndexerTensors(*saved_index), dloss, len(parts), ctx.slots["deterministic"])
-    dheads = torch.empty_like(heads) if attends else None
+    in_place = len(parts) == 1 and bool(expanded)
+    dheads = torch.empty_like(heads) if attends and not in_place else None
     dkey_weight, dvalue_weight, dkv = (_Sum(t, len(parts)) for t in (key_weight, value_weight, kv))
 
     def dvalues_of(rows: Queries) -> Tensor:
@@ -227,9 +228,12 @@ def _gradients(
         attention = absorption.expanded(rows, value_weight, kv, ids, ctx.slots["sm_scale"])
         result = Attended(*known) if known else attention.attend()
         values.append(result.values)
-        if dheads is not None:
+        if attends:
             gradients = attention.gradients(dvalues_of(rows), result)
-            gradients.write_heads(rows.of(dheads))
+            if dheads is None:
+                dheads = gradients.heads()
+            else:
+                gradients.heads(rows.of(dheads))
             assert rows.keys is not None
             dkv.add(gradients.keys(), (rows.batch, rows.keys))
             if ctx.needs_input_grad[1]:
@@ -332,6 +336,8 @@ def _out_weight_gradient(
 def _values(parts: list[Queries], results: Sequence[Tensor], value_weight: Tensor) -> Tensor:
     """The values of heads [tokens, H, v] of the parts one after another, from values of expanded parts [B, S, H, v] and
     latents of others [B, S, H, latent]."""
+    if len(parts) == 1 and parts[0].expanded:
+        return results[0].flatten(0, 1)
     tokens = [result.shape[0] * result.shape[1] for result in results]
     values = results[0].new_empty(sum(tokens), *value_weight.shape[:2])
     for rows, out, result in zip(parts, values.split(tokens), results, strict=True):

@@ -203,11 +203,17 @@ class ExpandedGradients:
         self._of, self._dq, self._dk_rope = attention, dq, dk_rope
         self._dk, self._dv = dk.flatten(0, 1), dv.flatten(0, 1)  # [tokens, H, columns]
 
-    def write_heads(self, dheads: Tensor) -> None:
-        """Writes that of the heads to `dheads`."""
+    def heads(self, out: Tensor | None = None) -> Tensor:
+        """That of the heads: in `out`, or in the memory of the queries' gradient."""
         of = self._of
-        dheads[..., : of.nope] = self._dq[..., : of.nope]
-        write_rotated(dheads[..., of.nope :], self._dq[..., of.nope :], of.cos, -of.sin, interleaved_out=of.interleaved)
+        nope, rope = self._dq.tensor_split([of.nope], dim=-1)
+        turned = rope.new_empty(rope.shape) if out is None else out[..., of.nope :]
+        write_rotated(turned, rope, of.cos, -of.sin, interleaved_out=of.interleaved)
+        if out is None:
+            rope.copy_(turned)
+            return self._dq
+        out[..., : of.nope] = nope
+        return out
 
     def key_weight(self) -> Tensor:
         return self._weight(self._dk)
