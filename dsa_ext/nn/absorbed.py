@@ -210,8 +210,8 @@ def _gradients(
                 "SparseMLA: a deferred indexer_loss was changed in place before the backward computed it"
             )
         learner = _Learner(IndexerTensors(*saved_index), dloss, len(parts), ctx.slots["deterministic"])
-    in_place = len(parts) == 1 and bool(expanded)
-    dheads = torch.empty_like(heads) if attends and not in_place else None
+    is_one_expanded = len(parts) == 1 and bool(expanded)  # its gradient of the heads is that of all
+    dheads = torch.empty_like(heads) if attends and not is_one_expanded else None
     dkey_weight, dvalue_weight, dkv = (_Sum(t, len(parts)) for t in (key_weight, value_weight, kv))
 
     def dvalues_of(rows: Queries) -> Tensor:
@@ -231,9 +231,9 @@ def _gradients(
         if attends:
             gradients = attention.gradients(dvalues_of(rows), result)
             if dheads is None:
-                dheads = gradients.heads()
+                dheads = gradients.take_heads()
             else:
-                gradients.heads(rows.of(dheads))
+                gradients.write_heads(rows.of(dheads))
             assert rows.keys is not None
             dkv.add(gradients.keys(), (rows.batch, rows.keys))
             if ctx.needs_input_grad[1]:
@@ -335,7 +335,7 @@ def _out_weight_gradient(
 
 def _values(parts: list[Queries], results: Sequence[Tensor], value_weight: Tensor) -> Tensor:
     """The values of heads [tokens, H, v] of the parts one after another, from values of expanded parts [B, S, H, v] and
-    latents of others [B, S, H, latent]."""
+    latents of others [B, S, H, latent]. May be a view of a result."""
     if len(parts) == 1 and parts[0].expanded:
         return results[0].flatten(0, 1)
     tokens = [result.shape[0] * result.shape[1] for result in results]

@@ -203,17 +203,23 @@ class ExpandedGradients:
         self._of, self._dq, self._dk_rope = attention, dq, dk_rope
         self._dk, self._dv = dk.flatten(0, 1), dv.flatten(0, 1)  # [tokens, H, columns]
 
-    def heads(self, out: Tensor | None = None) -> Tensor:
-        """That of the heads: in `out`, or in the memory of the queries' gradient."""
+    def take_heads(self) -> Tensor:
+        """That of the heads, in the memory of the queries' gradient, which is overwritten: to be called once."""
+        rope = self._dq[..., self._of.nope :]
+        rope_of_heads = rope.new_empty(rope.shape)  # write_rotated does not write what it still has to read
+        self._write_rope(rope_of_heads)
+        rope.copy_(rope_of_heads)
+        return self._dq
+
+    def write_heads(self, dheads: Tensor) -> None:
+        """Writes that of the heads to `dheads`."""
+        nope = self._of.nope
+        dheads[..., :nope] = self._dq[..., :nope]
+        self._write_rope(dheads[..., nope:])
+
+    def _write_rope(self, out: Tensor) -> None:
         of = self._of
-        nope, rope = self._dq.tensor_split([of.nope], dim=-1)
-        turned = rope.new_empty(rope.shape) if out is None else out[..., of.nope :]
-        write_rotated(turned, rope, of.cos, -of.sin, interleaved_out=of.interleaved)
-        if out is None:
-            rope.copy_(turned)
-            return self._dq
-        out[..., : of.nope] = nope
-        return out
+        write_rotated(out, self._dq[..., of.nope :], of.cos, -of.sin, interleaved_out=of.interleaved)
 
     def key_weight(self) -> Tensor:
         return self._weight(self._dk)

@@ -91,8 +91,8 @@ class LightningIndexer(nn.Module):
         functional.indexer_topk(q, q.new_empty(0, self.head_dim), weights, bounds, bounds, topk)
 
     def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor | PlacedRows | None = None) -> IndexerTensors:
-        """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and positions for RoPE [S] or [B, S], 0 to S - 1 by
-        default."""
+        """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and positions for RoPE: [S] or [B, S], or PlacedRows;
+        0 to S - 1 by default."""
         check_autocast("LightningIndexer", x)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -105,7 +105,7 @@ class LightningIndexer(nn.Module):
         weights = weights if weights.dtype == torch.float64 else weights.float()
         return IndexerTensors(q, k, weights * (self.head_dim * self.heads) ** -0.5)
 
-    def _placed(self, x: Tensor, positions: Tensor | PlacedRows) -> Tensor:
+    def _placed(self, x: Tensor, positions: PlacedRows) -> Tensor:
         options: Any = {"columns": self.rope_dim, "layout": self.rope, "yarn": self.yarn}
         x = apply_rope(x, positions, self.rope_theta, **options)
         return functional.hadamard_transform(x) if self.hadamard else x

@@ -78,7 +78,8 @@ class Yarn:
 
 
 class PlacedRows:
-    """Positions of rows, int64 or int32 [S] or [B, S], whose tables are made once for all that is rotated by them."""
+    """Positions of rows, int64 or int32 [S] or [B, S], with the tables of RoPE for them, which are made once for each
+    theta, columns, yarn and dtype: the positions must not change."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
@@ -99,8 +100,8 @@ class PlacedRows:
 
 
 class CachedRows(PlacedRows):
-    """Rows with tables from `tables`, which are those of all positions up to a length: a layer that is called for few
-    rows would spend more time on its own than on them. `PagedKVCache.rows` returns one.
+    """Rows whose tables are read from those of all positions up to a length: for the few rows of a step of decoding, to
+    compute them would take longer than the step's other work. `PagedKVCache.rows` returns one.
 
     Args:
         positions: of the rows, int64 [B, S].
@@ -141,7 +142,7 @@ def apply_rope(
 
     Args:
         x: [B, S, ..., D], floating-point.
-        positions: [S] or [B, S], or rows that have tables.
+        positions: [S] or [B, S], or PlacedRows.
         theta: base of the frequencies.
         columns: number of leading columns to rotate, even; the others are unchanged. All by default.
         layout: which columns of x are a pair. "half": column i of the first half and column i of the second;
@@ -201,7 +202,7 @@ def rope_tables(
 
 
 def _tables_of(x: Tensor, positions: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
-    """[1 or B, S, columns / 2], like x."""
+    """[1 or B, S, columns / 2], in the dtype of x."""
     half = columns // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     frequencies = frequencies if yarn is None else yarn.slowed(frequencies, theta)

@@ -64,6 +64,7 @@ def adversarial_rows(columns: int) -> dict[str, Tensor]:
         "ramps": (t % 4096).float(),
         "ramps down": (-t % 4096).float(),
         "ties among few": (t % 3).float(),
+        "ties at zero and below": 0.0 + (t * 97 % 32 < 2) - 1.0 * (t * 97 % 32 > 4),
         "one in 64": noise.masked_fill(t % 64 != 5, -math.inf),
         "the best where samples are taken": noise + 100.0 * sampled[t.long() // 16],
         "half of the best where samples are taken": noise + 100.0 * (sampled[t.long() // 16] & (t % 16 < 8)),
@@ -117,6 +118,21 @@ def test_row_counts(rows: int, dtype: torch.dtype) -> None:
         for part in repeated_rows(rows, columns, dtype).split(rows):
             check(part, *whole(part), topk)
             check(part, *windows(part), topk)
+
+
+@both_dtypes
+@pytest.mark.parametrize("rows", [64, 300])
+def test_few_values(rows: int, dtype: torch.dtype) -> None:
+    """Ties at the last entry that is selected, and at what the sample ends with, among values of all magnitudes."""
+    columns, tiny = 20_000, 2.0**-133
+    numbers = torch.tensor([-math.inf, -3e38, -1.0, -0.75, -tiny, -0.0, 0.0, tiny, 1e-30, 1.0, 1.0078125, 3e38])
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        shares = torch.rand(rows, len(numbers), generator=generator) ** 4
+        drawn = shares.multinomial(columns, replacement=True, generator=generator)
+        logits = numbers[drawn].to(DEVICE, dtype)
+        for topk in (100, 2048, 3000):
+            check(logits, *whole(logits), topk)
 
 
 @both_dtypes

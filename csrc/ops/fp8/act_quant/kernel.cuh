@@ -3,7 +3,7 @@
 // No warp specialization: a warp quantizes a part of one row. Each lane loads 16 bytes of each of kPieces runs of it,
 // all issued before the first is used. The lanes of a block find its largest magnitude by shuffles. The scales of a
 // CTA's rows are stored through shared memory, because those of one column of blocks are adjacent in global memory.
-// Rows of one block, of which a warp takes several, are rows of several blocks here (op.cpp).
+// Contiguous rows of one block come here as rows of up to eight blocks (op.cpp).
 // Programmatic dependent launch (PDL): waits for the preceding kernel before the first load.
 #pragma once
 

@@ -12,9 +12,9 @@ namespace {
 
 constexpr char kOp[] = "dsa::act_quant";
 
-// How many rows that lie one behind the other are one row for the kernel, whose warps take 1024 columns of a row: rows
-// of one block, whose scales lie one behind the other too.
-int64_t rows_together(const Tensor& rows) {
+// How many rows of x are one row of the kernel, whose warps take up to 1024 columns of a row: several if rows are
+// contiguous and have one block each, since then their scales are contiguous too.
+int64_t rows_per_kernel_row(const Tensor& rows) {
   constexpr int64_t kMost = 8;
   if (rows.size(1) != kBlock || rows.stride(0) != kBlock) return 1;
   return std::gcd(rows.size(0), kMost);
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor> act_quant(Tensor x, int64_t block, bool round_scale) 
   Tensor scales = empty({blocks, count}, ScalarType::Float, call.index);
   if (y.numel() > 0) {
     const Tensor rows = as_aligned_rows(x, count);
-    const int64_t together = rows_together(rows);
+    const int64_t together = rows_per_kernel_row(rows);
     const Params params{
         .x = rows.data_ptr(),
         .y = y.data_ptr(),

@@ -23,8 +23,7 @@ struct Shape {
   static constexpr int kHeld = kThreads * kKeys;
   static constexpr int kDigitBits = kDigitBits_, kBins = 1 << kDigitBits, kBinsPerThread = kBins / kThreads;
   static constexpr int kCtasPerSm = kCtasPerSm_;
-  static constexpr bool kInClusters = kThreads == topk_select::kThreads;  // only the largest CTAs
-  static constexpr int kHistograms = kInClusters ? 2 : 1;
+  static constexpr bool kMayFormClusters = kThreads == topk_select::kThreads;  // see launch_rows_of
 };
 
 // For runs that fit into a CTA's registers. Without a cluster, many small CTAs hide each other's latency; in a cluster

@@ -41,7 +41,7 @@ struct Found {
 template <class Shape_>
 struct SelectorStorage {
   using Shape = Shape_;
-  Histogram<Shape> histograms[Shape::kHistograms];  // a cluster alternates between them
+  Histogram<Shape> histograms[Shape::kMayFormClusters ? 2 : 1];  // a cluster alternates between two
   alignas(16) Found found;
   unsigned warp_counts[2][Shape::kWarps];  // double-buffered
   unsigned warp_maxima[Shape::kWarps];
@@ -82,11 +82,15 @@ inline constexpr unsigned kZeroKey = 0x80000000u;
 __device__ __forceinline__ float value_of(unsigned key) {  // key ^ (~sign | 0x80000000)
   return __uint_as_float(sm90::xor_not_or_sign(key, static_cast<unsigned>(static_cast<int>(key) >> 31)));
 }
-// The first key of a value of T that is not below `key`.
+// The first key of a value of T that is not below `key`. The lower half of a bf16 value's key is all ones if the value
+// is negative, else all zeros; and -0, whose key would be kZeroKey - 1, has that of +0.
 template <class T>
 __device__ __forceinline__ unsigned key_from(unsigned key) {
-  if constexpr (sizeof(T) == sizeof(float)) return key;
-  return key < kZeroKey ? key | 0xffff : (key + 0xffff) & ~0xffffu;  // the lower half of a key repeats its sign
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return key;
+  } else {
+    return key < kZeroKey - 0x10000 ? key | 0xffff : (key + 0xffff) & ~0xffffu;
+  }
 }
 // The value whose greater values have keys above `key`. No value has the key kZeroKey - 1 (of -0).
 __device__ __forceinline__ float threshold_of(unsigned key) {

@@ -43,7 +43,7 @@ const char* launch_rows_of(const Params& p, cudaStream_t stream) {
                        : launch_held<T, kSlots, HeldClusterShape>(p, grid, stream);
   }
   if (lone) return launch_filter<T, kSlots, LoneFilterShape>(p, grid, stream);
-  const bool small = p.topk <= kMaxTopkOf<FilterShape<true>> && grid.ctas > unsigned(p.num_sms);
+  const bool small = p.ctas == 1 && p.topk <= kMaxTopkOf<FilterShape<true>> && grid.ctas > unsigned(p.num_sms);
   return small ? launch_filter<T, kSlots, FilterShape<true>>(p, grid, stream)
                : launch_filter<T, kSlots, FilterShape<false>>(p, grid, stream);
 }

@@ -75,7 +75,8 @@ struct Selector {
   static constexpr Start kWhole{.shift = 32 - Shape::kDigitBits};
   using Keys = unsigned[kKeys];
   using Value = std::remove_all_extents_t<decltype(Storage::entries.values)>;
-  static constexpr int kLastShift = 32 - 8 * int{sizeof(Value)};  // of the last digit: lower bits are all equal
+  // Of the last digit. The lower bits of the key of a bf16 value follow from the others, see key_from.
+  static constexpr int kLastShift = 32 - 8 * int{sizeof(Value)};
 
   Storage& shared;
   int counts_turn = 0, cta_counts_turn = 0, histogram_turn = 0;
@@ -181,7 +182,7 @@ struct Selector {
         *reinterpret_cast<uint4*>(bins + i) = *reinterpret_cast<const uint4*>(group_bins + i);
         if (ctas == 1) *reinterpret_cast<uint4*>(group_bins + i) = {};
       }
-      if constexpr (Shape::kInClusters) {
+      if constexpr (Shape::kMayFormClusters) {
         if (ctas > 1) {
           // All CTAs have read the other histogram.
           histogram_turn ^= 1;
@@ -267,8 +268,8 @@ struct Selector {
 
   // Writes the kept entries (`bits`), with value(i) and id(i), to the front of the shared entries, in id order. Returns
   // their number.
-  template <class Value, class Id>
-  __device__ __forceinline__ int keep(unsigned bits, int pieces, Value value, Id id) {
+  template <class ValueOf, class IdOf>
+  __device__ __forceinline__ int keep(unsigned bits, int pieces, ValueOf value, IdOf id) {
     const PieceCounts<kPieces> counts(bits);
     const uint2 sums = sum_warps(counts.warp_total());
     const auto& entries = shared.entries;
