@@ -209,7 +209,7 @@ class ExpandedGradients:
         rope_of_heads = rope.new_empty(rope.shape)  # write_rotated does not write what it still has to read
         self._write_rope(rope_of_heads)
         rope.copy_(rope_of_heads)
-        return self._dq
+        return self._dq.contiguous()
 
     def write_heads(self, dheads: Tensor) -> None:
         """Writes that of the heads to `dheads`."""

@@ -91,7 +91,7 @@ class LightningIndexer(nn.Module):
         functional.indexer_topk(q, q.new_empty(0, self.head_dim), weights, bounds, bounds, topk)
 
     def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor | PlacedRows | None = None) -> IndexerTensors:
-        """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and positions for RoPE: [S] or [B, S], or PlacedRows;
+        """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and `positions` for RoPE: [S], [B, S] or PlacedRows;
         0 to S - 1 by default."""
         check_autocast("LightningIndexer", x)
         if positions is None:

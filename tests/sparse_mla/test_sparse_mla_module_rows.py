@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from dsa_ext.nn import SparseMLA, Yarn, absorption, apply_rope, expanded
+from dsa_ext.nn import SparseMLA, Yarn, absorption, apply_rope, expanded, rotary
 
 HIDDEN, HEADS, RANK = 48, 4, 32
 LENGTHS = (5, 1, 0, 12)
@@ -149,6 +150,25 @@ def test_compiled_for_other_max_seqlen(monkeypatch: pytest.MonkeyPatch) -> None:
         given = {"cu_seqlens": CU_SEQLENS, "max_seqlen": max_seqlen}
         torch.testing.assert_close(compiled(x, **given).out, layer(x, **given).out, rtol=1e-4, atol=1e-5)
         assert len(graphs) == count, max_seqlen
+
+
+def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The indexer rotates by the same angles."""
+    calls, tables_of = [], rotary._tables_of
+    monkeypatch.setattr(rotary, "_tables_of", lambda *a: calls.append(a[2:4]) or tables_of(*a))
+    layer, x = make_layer(), make_input()
+    layer(x).out.sum().backward()
+    assert calls == [(layer.rope_theta, layer.rope_dim)]
+
+
+def test_compiled_with_an_indexer_that_is_checkpointed() -> None:
+    layer, x = make_layer(), make_input()
+    expected = layer(x)
+    forward = layer.indexer.forward
+    layer.indexer.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)
+    torch._dynamo.reset()
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close((got.out, got.indexer_loss), (expected.out, expected.indexer_loss))
 
 
 def test_compiled_batches(monkeypatch: pytest.MonkeyPatch) -> None:
