@@ -8,9 +8,9 @@ namespace dsa::act_quant {
 inline constexpr int kBlock = 128;  // columns that share a scale
 
 struct Params {
-  const void* x;       // bf16 or fp32 [rows, columns]
-  void* y;             // e4m3 [rows, columns], contiguous
-  float* scales;       // [columns / kBlock, rows], in elements:
+  const void* x;  // bf16 or fp32 [rows, columns]
+  void* y;        // e4m3 [rows, columns], contiguous
+  float* scales;  // [columns / kBlock, rows], in elements:
   int64_t scales_block_stride, scales_row_stride;
   int64_t row_stride;  // of x, in elements
   int64_t rows, columns;
