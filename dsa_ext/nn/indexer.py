@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dsa_ext import functional
 from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
-from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn
+from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn, placed
 from dsa_ext.ops._library import check_autocast
 
 
@@ -96,8 +96,7 @@ class LightningIndexer(nn.Module):
         check_autocast("LightningIndexer", x)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        if not isinstance(positions, PlacedRows):
-            positions = PlacedRows(positions)
+        positions = placed(positions)
         q = self._placed(self.wq_b(q_latent).unflatten(-1, (self.heads, self.head_dim)), positions)
         k = self.wk(x)
         k = self._placed(self.k_norm(k).to(k.dtype), positions)  # autocast computes norms in fp32
@@ -105,7 +104,7 @@ class LightningIndexer(nn.Module):
         weights = weights if weights.dtype == torch.float64 else weights.float()
         return IndexerTensors(q, k, weights * (self.head_dim * self.heads) ** -0.5)
 
-    def _placed(self, x: Tensor, positions: PlacedRows) -> Tensor:
+    def _placed(self, x: Tensor, positions: Tensor | PlacedRows) -> Tensor:
         options: Any = {"columns": self.rope_dim, "layout": self.rope, "yarn": self.yarn}
         x = apply_rope(x, positions, self.rope_theta, **options)
         return functional.hadamard_transform(x) if self.hadamard else x

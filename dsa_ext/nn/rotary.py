@@ -95,8 +95,14 @@ class PlacedRows:
         return cos.view(shape), sin.view(shape)
 
     def _make_tables(self, x: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
-        """[1 or B, S, columns / 2]."""
+        """[1 or B, S, ..., columns / 2]."""
         return _tables_of(x, self.positions, theta, columns, yarn)
+
+
+def placed(positions: Tensor | PlacedRows) -> Tensor | PlacedRows:
+    """With tables that are made once. Compiled code makes equal tables once anyway, and its checkpoints and exported
+    modules take no such object."""
+    return positions if is_compiling() or isinstance(positions, PlacedRows) else PlacedRows(positions)
 
 
 class CachedRows(PlacedRows):
@@ -125,8 +131,8 @@ class CachedRows(PlacedRows):
                 self._of_all[key] = every
         if every is None:
             return super()._make_tables(x, theta, columns, yarn)
-        cos, sin = every
-        return cos[0, self.positions], sin[0, self.positions]
+        cos, sin = (t.flatten(0, -2) for t in every)
+        return cos[self.positions], sin[self.positions]
 
 
 def apply_rope(
@@ -202,11 +208,12 @@ def rope_tables(
 
 
 def _tables_of(x: Tensor, positions: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
-    """[1 or B, S, columns / 2], in the dtype of x."""
+    """For x [B, S, ..., D]: [1 or B, S, ..., columns / 2], with 1 for its other dimensions, in its dtype."""
     half = columns // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     frequencies = frequencies if yarn is None else yarn.slowed(frequencies, theta)
     angles = (positions if positions.dim() == 2 else positions[None]).to(torch.float32)[..., None] * frequencies
+    angles = angles.view(*angles.shape[:2], *(1,) * (x.dim() - 3), half)
     cos, sin = angles.cos(), angles.sin()
     if yarn is not None:
         cos, sin = cos * yarn.rotated_scale, sin * yarn.rotated_scale

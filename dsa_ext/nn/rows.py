@@ -4,9 +4,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from dsa_ext.nn.rotary import PlacedRows, check_positions
+from dsa_ext.nn.rotary import PlacedRows, check_positions, placed
 from dsa_ext.ops._checks import describe
 
 
@@ -22,17 +21,11 @@ class Rows(NamedTuple):
         positions = self.positions.positions if isinstance(self.positions, PlacedRows) else self.positions
         row = torch.arange(positions.shape[-1], device=rows.device, dtype=torch.int32)
         starts, ends = (torch.zeros_like(row), row + 1) if self.bounds is None else (bound[0] for bound in self.bounds)
-        return Rows(_placed(positions[..., rows]), (starts[rows].expand(batch, -1), ends[rows].expand(batch, -1)))
+        return Rows(placed(positions[..., rows]), (starts[rows].expand(batch, -1), ends[rows].expand(batch, -1)))
 
     def visible(self) -> dict[str, Any]:
         """Arguments of the attention's operators."""
         return {} if self.bounds is None else {"starts": self.bounds[0], "ends": self.bounds[1]}
-
-
-def _placed(positions: Tensor | PlacedRows) -> Tensor | PlacedRows:
-    """With tables that are made once. Compiled code makes equal tables once anyway, and its checkpoints and exported
-    modules take no such object."""
-    return positions if is_compiling() or isinstance(positions, PlacedRows) else PlacedRows(positions)
 
 
 def rows_of(
@@ -46,7 +39,7 @@ def rows_of(
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError(f"SparseMLA: max_seqlen must be None without cu_seqlens, got {max_seqlen!r}")
-        return Rows(_placed(row if positions is None else positions), None)
+        return Rows(placed(row if positions is None else positions), None)
     is_list = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32
     if not is_list or len(cu_seqlens) < 2 or x.shape[0] != 1:
         expected = "must be int32 [number of sequences + 1] with x [1, S, hidden_size]"
@@ -60,4 +53,4 @@ def rows_of(
             raise ValueError(f"SparseMLA: max_seqlen must be a positive int, got {max_seqlen!r}")
         max_seqlen = min(max_seqlen, seq)
         starts = torch.maximum(starts, row + 1 - max_seqlen).int()
-    return Rows(_placed(positions), (starts[None], (row + 1).int()[None]), max_seqlen)
+    return Rows(placed(positions), (starts[None], (row + 1).int()[None]), max_seqlen)
