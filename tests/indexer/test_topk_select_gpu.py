@@ -136,6 +136,20 @@ def test_few_values(rows: int, dtype: torch.dtype) -> None:
 
 
 @both_dtypes
+@pytest.mark.parametrize(("rows", "topk"), [(64, 2048), (300, 2048), (300, 4096)])
+@pytest.mark.parametrize("positive", [0, 160])
+def test_ties_at_zero_above_a_guess_that_ties_below_it(positive: int, rows: int, topk: int, dtype: torch.dtype) -> None:
+    """The sample's threshold is -1, as slightly more than topk entries are not negative; the selection ends at 0."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    order = torch.rand(rows, 100_000, generator=generator, device=DEVICE).argsort(1)
+    logits = -2 - torch.rand(order.shape, generator=generator, device=DEVICE)
+    logits[order < topk + 3012] = -1.0
+    logits[order < topk + 12] = 0.0
+    logits[order < positive] = 0.5
+    check(logits.to(dtype), *whole(logits), topk)
+
+
+@both_dtypes
 def test_rows_too_many_to_be_cut_and_too_long_for_short_stretches(dtype: torch.dtype) -> None:
     for columns, topk in ((2**17 + 8, 2048), (300001, 4096)):
         logits = repeated_rows(140, columns, dtype)
