@@ -1,4 +1,5 @@
 // The pure host functions of csrc/, for tests without a GPU.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -125,5 +126,8 @@ PYBIND11_MODULE(host_functions, m) {
   topk.def("max_candidates", &dsa::indexer_topk::max_candidates);
   py::module_ select = m.def_submodule("topk_select");
   select.attr("threads") = dsa::topk_select::HeldClusterShape::kThreads;
-  select.def("plan_ctas", &dsa::topk_select::plan_ctas);
+  select.def("plan_row", [](int64_t rows, int columns, int num_sms, const std::function<int(int)>& clusters_at_once) {
+    const auto plan = dsa::topk_select::plan_row(rows, columns, num_sms, clusters_at_once);
+    return py::make_tuple(plan.ctas, plan.held);
+  });
 }

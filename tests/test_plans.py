@@ -271,24 +271,34 @@ def test_plan_items_fills_the_chip(host_functions: ModuleType) -> None:
     assert plan(1, 64, 132) == (1, 1)
 
 
-@given(rows=st.integers(0, 2**31 - 1), columns=st.integers(0, 2**31 - 1), num_sms=st.integers(1, 200))
-def test_plan_ctas(host_functions: ModuleType, rows: int, columns: int, num_sms: int) -> None:
-    ctas = host_functions.topk_select.plan_ctas(rows, columns, num_sms)
-    assert ctas in (1, 2, 4, 8)
+#: How many clusters of so many CTAs an H200 runs at once, one CTA an SM.
+CLUSTERS = {2: 66, 3: 39, 4: 30, 5: 23, 6: 19, 7: 14, 8: 14}
+
+
+@given(rows=st.integers(0, 2**31 - 1), columns=st.integers(0, 2**31 - 2**26), num_sms=st.integers(1, 200))
+def test_plan_row(host_functions: ModuleType, rows: int, columns: int, num_sms: int) -> None:
+    ctas, held = host_functions.topk_select.plan_row(rows, columns, num_sms, lambda ctas: num_sms // ctas - 1)
+    assert 1 <= ctas <= 8
+    if held:
+        assert columns <= 8192 * ctas
     if ctas > 1:
         assert rows * ctas <= num_sms, "every CTA must have an SM"
+        assert held or rows <= num_sms // ctas - 1
 
 
-def test_plan_ctas_fills_the_chip(host_functions: ModuleType) -> None:
-    plan = host_functions.topk_select.plan_ctas
-    assert plan(1, 2**20, 132) == 8
-    assert plan(1, 131072, 132) == 8
-    assert plan(32, 32768, 132) == 4
-    assert plan(64, 16384, 132) == 2, "runs that a CTA can hold"
-    assert plan(64, 32768, 132) == 1
-    assert plan(64, 131072, 132) == 2
-    assert plan(4096, 131072, 132) == 1
-    assert plan(1, 1000, 132) == 1
+def test_plan_row_fills_the_chip(host_functions: ModuleType) -> None:
+    def plan(rows: int, columns: int) -> tuple[int, bool]:
+        result: tuple[int, bool] = host_functions.topk_select.plan_row(rows, columns, 132, CLUSTERS.__getitem__)
+        return result
+
+    assert plan(1, 2**20) == (8, False)
+    assert [plan(rows, 131072)[0] for rows in (1, 14, 16, 20, 30, 32, 64, 67, 4096)] == [8, 8, 6, 5, 4, 3, 2, 1, 1]
+    assert plan(32, 32768) == (4, True)
+    assert plan(64, 16384) == (2, True), "runs that a CTA can hold"
+    assert plan(64, 32768) == (2, False)
+    assert plan(64, 30000) == (1, False), "too short for two that filter"
+    assert plan(10**6, 8192) == (1, True)
+    assert plan(1, 1000) == plan(1, 0) == (1, True)
 
 
 @given(keys=st.integers(0, 5000))

@@ -111,10 +111,10 @@ def test_nasty_rows(columns: int, dtype: torch.dtype) -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("rows", [1, 2, 3, 64, 100, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 20, 28, 33, 64, 100, 300])
 def test_row_counts(rows: int, dtype: torch.dtype) -> None:
     """Few rows are split over CTAs, longer rows over more."""
-    for columns, topk in ((5, 4096), (9000, 2048), (40000, 7), (2**17 + 3, 2048)):
+    for columns, topk in ((5, 4096), (9000, 2048), (24000, 2048), (30000, 100), (40000, 7), (2**17 + 3, 2048)):
         for part in repeated_rows(rows, columns, dtype).split(rows):
             check(part, *whole(part), topk)
             check(part, *windows(part), topk)

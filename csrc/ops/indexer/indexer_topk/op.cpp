@@ -33,7 +33,6 @@ struct Results {
         .rows = scores.seq,
         .columns = scores.seq_kv,
         .topk = static_cast<int>(topk),
-        .ctas = topk_select::plan_ctas(scores.seq, scores.seq_kv, scores.num_sms),
         .device = scores.device,
         .num_sms = scores.num_sms,
         .is_bf16 = false,

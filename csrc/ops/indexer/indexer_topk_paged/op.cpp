@@ -45,7 +45,6 @@ std::tuple<Tensor, Tensor> indexer_topk_paged(Tensor q, Tensor k_cache, Tensor w
         .rows = static_cast<int>(rows),
         .columns = static_cast<int>(columns),
         .topk = static_cast<int>(topk),
-        .ctas = topk_select::plan_ctas(rows, static_cast<int>(columns), call.num_sms),
         .device = call.index,
         .num_sms = call.num_sms,
         .is_bf16 = false,

@@ -1,6 +1,7 @@
 // CTA shapes of the top-k kernels, and how rows are split over CTAs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -46,16 +47,23 @@ template <class Shape>
 inline constexpr int kMaxTopkOf = Shape::kHeld - kStep<Shape>;
 static_assert(kMaxTopkOf<FilterShape<false>> == kMaxTopk);
 
-// The longest row that `ctas` CTAs hold. Eight filter faster than they select together what they hold.
-constexpr int max_held_columns(int ctas) { return ctas == kMaxCtas ? 0 : kMaxHeldRun * ctas; }
+// How the CTAs that share a row process it.
+struct Plan {
+  int ctas;   // per row
+  bool held;  // in registers; else it is filtered
+};
 
-// CTAs per row: as many as there are SMs for all rows, if each one's run is worth its share of the cluster's cost. Two
-// that filter save half of the reading only.
-constexpr int plan_ctas(int64_t rows, int columns, int num_sms) {
-  constexpr int kMinRun = kMaxHeldRun / 2, kMinFilteredByTwo = 8 * kMaxHeldRun;
-  int ctas = 1;
-  while (ctas < kMaxCtas && rows * ctas * 2 <= num_sms && columns / (ctas * 2) >= kMinRun) ctas *= 2;
-  return ctas == 2 && columns > max_held_columns(2) && columns < kMinFilteredByTwo ? 1 : ctas;
+// A row that few CTAs hold is held by as few as can. Others are filtered by as many as have an SM each, if each one's
+// run is worth its share of the cluster's cost. clusters_at_once(n): how many clusters of n CTAs the device runs at
+// once, one CTA an SM. There are fewer than SMs / n, since the SMs of a cluster are neighbors.
+template <class ClustersAtOnce>
+constexpr Plan plan_row(int64_t rows, int columns, int num_sms, ClustersAtOnce clusters_at_once) {
+  constexpr int kMaxHolders = 4, kMinRun = kMaxHeldRun / 2, kMinShared = 4 * kMaxHeldRun;
+  const int holders = std::max(1, (columns - 1) / kMaxHeldRun + 1);
+  if (holders == 1 || (holders <= kMaxHolders && rows * holders <= num_sms)) return {holders, true};
+  int ctas = columns < kMinShared ? 1 : std::min(kMaxCtas, columns / kMinRun);
+  while (ctas > 1 && (rows > num_sms / ctas || rows > clusters_at_once(ctas))) --ctas;
+  return {ctas, false};
 }
 
 }  // namespace dsa::topk_select

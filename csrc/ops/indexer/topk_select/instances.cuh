@@ -10,17 +10,33 @@
 namespace dsa::topk_select {
 
 template <class T, bool kSlots, class Shape>
-const char* launch_held(const Params& p, sm90::Grid grid, cudaStream_t stream) {
+const char* launch_held(const KernelParams& p, sm90::Grid grid, cudaStream_t stream) {
   return sm90::launch_kernel<held_topk_select_kernel<T, Shape, kSlots>>(p.device, grid, Shape::kThreads,
                                                                         sizeof(HeldStorage<T, Shape>), stream, p);
 }
 
-template <class T, bool kSlots, class Shape>
-const char* launch_filter(const Params& p, sm90::Grid grid, cudaStream_t stream) {
+// Shared memory of a CTA that filters: padded where an SM should take only one.
+template <class T, class Shape>
+constexpr int filter_bytes() {
   constexpr int kMoreThanHalf = sm90::kMaxSharedBytes / 2 + 1024, kUsed = sizeof(FilterStorage<T, Shape>);
-  constexpr int kBytes = Shape::kCtasPerSm == 1 ? std::max(kMoreThanHalf, kUsed) : kUsed;
-  return sm90::launch_kernel<filter_topk_select_kernel<T, Shape, kSlots>>(p.device, grid, Shape::kThreads, kBytes,
-                                                                          stream, p);
+  return Shape::kCtasPerSm == 1 ? std::max(kMoreThanHalf, kUsed) : kUsed;
+}
+
+template <class T, bool kSlots, class Shape>
+const char* launch_filter(const KernelParams& p, sm90::Grid grid, cudaStream_t stream) {
+  return sm90::launch_kernel<filter_topk_select_kernel<T, Shape, kSlots>>(p.device, grid, Shape::kThreads,
+                                                                          filter_bytes<T, Shape>(), stream, p);
+}
+
+template <class T, bool kSlots>
+Plan plan_of(const Params& p, int columns) {
+  return plan_row(p.rows, columns, p.num_sms, [&](int ctas) {
+    using Shape = LoneFilterShape;
+    int clusters = 0;
+    sm90::count_clusters<filter_topk_select_kernel<T, Shape, kSlots>>(p.device, ctas, Shape::kThreads,
+                                                                      filter_bytes<T, Shape>(), &clusters);
+    return clusters;  // of a size that the device has no room for: none
+  });
 }
 
 // The columns of a row, plus those that a read of whole units covers before a row that is not 16-byte aligned.
@@ -31,21 +47,21 @@ int columns_read(const Params& p) {
 }
 
 template <class T, bool kSlots>
-const char* launch_rows_of(const Params& p, cudaStream_t stream) {
+const char* launch_rows_of(const Params& params, cudaStream_t stream) {
+  const Plan plan = plan_of<T, kSlots>(params, columns_read<T>(params));
+  const KernelParams p{params, plan.ctas};
   const unsigned ctas = unsigned(p.rows) * p.ctas, sms = p.num_sms;
-  const bool held = columns_read<T>(p) <= max_held_columns(p.ctas);
-  const bool lone = !held && ctas <= (p.ctas > 2 ? sms / 2 : sms);
-  // CTAs that start before the preceding kernel has ended gather on the SMs that it leaves first: if those of all SMs
-  // did, some SMs would have several and others none. Where few rows are wanted that does not matter.
-  const sm90::Grid grid(ctas, p.ctas, /*programmatic=*/p.wanted != nullptr || (held ? ctas <= sms / 2 : lone));
-  if (held) {
+  const bool lone = !plan.held && ctas <= sms;
+  // CTAs that start before the preceding kernel has ended gather on the SMs that are free first, as many on one as have
+  // room there. That does not matter for one row, where an SM takes one CTA only, and where few rows are wanted.
+  const sm90::Grid grid(ctas, p.ctas, /*programmatic=*/p.wanted != nullptr || p.rows == 1 || lone);
+  if (plan.held) {
     return p.ctas == 1 ? launch_held<T, kSlots, HeldShape>(p, grid, stream)
                        : launch_held<T, kSlots, HeldClusterShape>(p, grid, stream);
   }
   if (lone) return launch_filter<T, kSlots, LoneFilterShape>(p, grid, stream);
-  const bool small = p.ctas == 1 && p.topk <= kMaxTopkOf<FilterShape<true>> && grid.ctas > unsigned(p.num_sms);
-  return small ? launch_filter<T, kSlots, FilterShape<true>>(p, grid, stream)
-               : launch_filter<T, kSlots, FilterShape<false>>(p, grid, stream);
+  return p.topk <= kMaxTopkOf<FilterShape<true>> ? launch_filter<T, kSlots, FilterShape<true>>(p, grid, stream)
+                                                 : launch_filter<T, kSlots, FilterShape<false>>(p, grid, stream);
 }
 
 template <bool kSlots>

@@ -28,6 +28,10 @@
 
 namespace dsa::topk_select {
 
+struct KernelParams : Params {
+  int ctas;  // per row
+};
+
 // The slot that holds token `id` of a sequence, or -1.
 __device__ __forceinline__ int slot_of(const PageTable& table, int sequence, int id) {
   const int page = id / table.page_size;
@@ -102,7 +106,7 @@ __device__ __forceinline__ bool is_wanted(const Params& p, int row) {
 // For runs that fit into a CTA's registers.
 template <class T, class Shape, bool kSlots>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
-    held_topk_select_kernel(const __grid_constant__ Params p) {
+    held_topk_select_kernel(const __grid_constant__ KernelParams p) {
   constexpr int kPieces = Shape::kPieces, kKeys = Shape::kKeys;
   extern __shared__ __align__(128) char shared_bytes_[];
   using Storage = HeldStorage<T, Shape>;
@@ -154,7 +158,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
 
 template <class T, class Shape, bool kSlots>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
-    filter_topk_select_kernel(const __grid_constant__ Params p) {
+    filter_topk_select_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(128) char shared_bytes_[];
   using Storage = FilterStorage<T, Shape>;
   Storage& shared = *reinterpret_cast<Storage*>(shared_bytes_);

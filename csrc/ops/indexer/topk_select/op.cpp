@@ -63,7 +63,6 @@ std::tuple<Tensor, Tensor> topk_select(Tensor logits, Tensor starts, Tensor ends
       .rows = static_cast<int>(rows),
       .columns = columns,
       .topk = static_cast<int>(topk),
-      .ctas = plan_ctas(rows, columns, call.num_sms),
       .device = call.index,
       .num_sms = call.num_sms,
       .is_bf16 = logits.scalar_type() == ScalarType::BFloat16,

@@ -22,7 +22,6 @@ struct Params {
   void* values;                                       // like logits, [rows, topk], contiguous
   int64_t logits_stride, starts_stride, ends_stride;  // in elements
   int rows, columns, topk;
-  int ctas;             // per row, from plan_ctas
   int device, num_sms;  // CUDA device index, and its SMs
   bool is_bf16;
   bool to_slots;  // the results are slots of a cache, by `table`
