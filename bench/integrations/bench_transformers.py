@@ -6,12 +6,14 @@ ids to the loss, and the gradients of all parameters. The time is the median of 
 at most ten. The peers are the implementations of transformers; their losses must equal ours up to rounding. The memory
 includes weights and gradients.
 
+The cases `..._small` have experts of 512 columns instead of 2048, so that attention is most of the step.
+
 The case `layer` is one attention layer with a learning indexer, beside dsa_ext.nn.SparseMLA on the same input.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ OP = "transformers"
 OPERATORS = ["indexer_topk", "sparse_mla_fwd", "attn_dist", "indexer_scores", "indexer_loss"]
 OPERATORS += ["indexer_scores_bwd", "sparse_mla_bwd", "sparse_mha_fwd", "sparse_mha_bwd", "sparse_mha_dist"]
 VOCABULARY = 1024
-STEPS, LAYER = "Training step", "One attention layer"
-#: transformers' implementations, and those that ran out of memory at some length: longer ones are not tried.
+STEPS, SMALL_STEPS, LAYER = "Training step", "Training step, small experts", "One attention layer"
+EXPERT_COLUMNS, SMALL_EXPERT_COLUMNS = 2048, 512
+#: transformers' implementations, and the length at which one ran out of memory: longer ones are not tried.
 IMPLEMENTATIONS = ("sdpa", "eager")
-EXHAUSTED: set[str] = set()
+EXHAUSTED: dict[str, int] = {}
 #: Losses are means over thousands of tokens of about ln(VOCABULARY), rounded to bf16 at other places.
 LOSS_TOLERANCE = 0.02
 
@@ -42,6 +45,7 @@ class Spec:
     group: str
     name: str
     seq: int
+    expert_columns: int = EXPERT_COLUMNS
     train_indexer: bool = False
     compare_to: str | None = None  # a case to divide this one's time by
 
@@ -51,6 +55,8 @@ def specs() -> Iterator[Spec]:
         yield Spec(STEPS, f"s{seq}", seq)
     yield Spec("With a learning indexer", "s8192_learning", 8192, train_indexer=True, compare_to="s8192")
     yield Spec(LAYER, "layer", 8192, train_indexer=True)
+    for seq in (4096, 8192, 16384, 32768):
+        yield Spec(SMALL_STEPS, f"s{seq}_small", seq, SMALL_EXPERT_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,13 @@ def make_model(**sizes: int) -> Any:
     return transformers.DeepseekV32ForCausalLM(config).train()
 
 
-@cache
-def model() -> Any:
+@lru_cache(maxsize=1)
+def model(expert_columns: int) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            return make_model()
+            return make_model(moe_intermediate_size=expert_columns)
     finally:
         torch.set_default_dtype(before)
 
@@ -117,22 +123,25 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     if spec.group == LAYER:
         return measure_layer(spec)
     ids = torch.randint(VOCABULARY, (1, spec.seq), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    with enable(model(), train_indexer=spec.train_indexer, loss_coeff=0.0 if spec.train_indexer else 1.0):
-        ours = measure_step(lambda: step(model(), ids))
+    causal = model(spec.expert_columns)
+    with enable(causal, train_indexer=spec.train_indexer, loss_coeff=0.0 if spec.train_indexer else 1.0):
+        ours = measure_step(lambda: step(causal, ids))
     if ours is None:
         raise RuntimeError(f"out of memory at {spec.seq} tokens")
     measured: dict[str, Measured] = {}
     for name in () if spec.train_indexer else IMPLEMENTATIONS:
-        model().set_attn_implementation(name)
-        peer = None if name in EXHAUSTED else measure_step(lambda: step(model(), ids))
+        causal.set_attn_implementation(name)
+        is_tried = spec.seq < EXHAUSTED.get(name, spec.seq + 1)
+        peer = measure_step(lambda: step(causal, ids)) if is_tried else None
         if peer is None:
-            EXHAUSTED.add(name)
+            EXHAUSTED[name] = min(spec.seq, EXHAUSTED.get(name, spec.seq))
         elif abs(peer.loss - ours.loss) <= LOSS_TOLERANCE:
             measured[name] = peer
         else:
             raise AssertionError(f"the loss is {ours.loss}, that of {name} is {peer.loss}")
-    model().zero_grad(set_to_none=True)
+    causal.zero_grad(set_to_none=True)
     args = {"B": 1, "S": spec.seq, "layers": 4, "train_indexer": spec.train_indexer}
+    args["expert_columns"] = spec.expert_columns
     others: dict[str, Any] = {"loss": round(ours.loss, 4), "peak_mb": round(ours.peak_mb, 1)}
     others |= time_versus(ours.ms, spec.compare_to, times)
     if not measured:
@@ -169,12 +178,13 @@ def layers(causal: Any) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Call
 
 
 def measure_layer(spec: Spec) -> Case:
-    with enable(model(), train_indexer=True):
-        integrated, own = layers(model())
-        x, dout = (torch.randn(1, spec.seq, model().config.hidden_size, device="cuda").bfloat16() for _ in range(2))
+    causal = model(spec.expert_columns)
+    with enable(causal, train_indexer=True):
+        integrated, own = layers(causal)
+        x, dout = (torch.randn(1, spec.seq, causal.config.hidden_size, device="cuda").bfloat16() for _ in range(2))
         x.requires_grad_()
         measured = [measure_step(lambda layer=layer: layer_step(layer, x, dout)) for layer in (integrated, own)]  # type: ignore[misc]
-    model().zero_grad(set_to_none=True)
+    causal.zero_grad(set_to_none=True)
     ours, reference = measured
     assert ours is not None
     assert reference is not None
