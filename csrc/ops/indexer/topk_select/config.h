@@ -11,7 +11,7 @@ inline constexpr int kMaxTopk = 4096;
 inline constexpr int kThreads = 512;            // of the largest CTA
 inline constexpr int kPiece = 4;                // consecutive entries that a thread takes at a time
 inline constexpr int kWarpPiece = 32 * kPiece;  // per warp
-inline constexpr int kReadAhead = 2;            // loads that a warp has in flight while it reads a run
+inline constexpr int kReadAhead = 2;            // loads that a warp starts together while it reads a run
 inline constexpr int kUnit = 8;                 // columns: a unit is 16-byte aligned, in bf16 too, if its row is
 inline constexpr int kMaxCtas = 8;              // per row: the largest portable cluster
 

@@ -138,10 +138,11 @@ struct Filter {
     return {load_piece(g_row + min(first, last)), load_piece(g_row + min(first + kWarpPiece, last))};
   }
 
-  // A warp's first loads.
-  __device__ __forceinline__ void read_ahead(Load (&next)[kReadAhead]) const {
+  // Starts the warp's loads from `load` on.
+  __device__ __forceinline__ void read_ahead(Load (&next)[kReadAhead], int load = 0) const {
 #pragma unroll
-    for (int i = 0; i < kReadAhead; ++i) next[i] = load_from(column_of(i, log_loads()), run.pieces_end() - kPiece);
+    for (int i = 0; i < kReadAhead; ++i)
+      next[i] = load_from(column_of(load + i, log_loads()), run.pieces_end() - kPiece);
   }
 
   // The warps read stretches in turn, each into its own list; `next`: what they have read ahead. Returns false if a
@@ -150,45 +151,67 @@ struct Filter {
     static_assert(Lists::kStretches % Shape::kThreads == 0);
     Storage& shared = selector.shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int begin = run.first_read, last_piece = run.pieces_end() - kPiece;
+    const int begin = run.first_read;
     const int log = log_loads(), loads = 1 << log, log_stretch = log + kLogLoadColumns;
     const uint32_t list = sm90::shared_address(shared.lists.entries[warp]);
     unsigned listed = 0;
     bool full = false;
     for (int load = 0; column_of(load, log) < run.end && !full; load += kReadAhead) {
+      Load now[kReadAhead];
+#pragma unroll
+      for (int i = 0; i < kReadAhead; ++i) now[i] = next[i];
+      // With more CTAs on an SM there are no registers for both.
+      if constexpr (Shape::kCtasPerSm == 1) read_ahead(next, load + kReadAhead);
+      int firsts[kReadAhead];  // columns
 #pragma unroll
       for (int i = 0; i < kReadAhead; ++i) {
-        const int column = column_of(load + i, log), first = column + lane * kPiece;
-        Load pieces = next[i];
-        next[i] = load_from(column_of(load + i + kReadAhead, log), last_piece);
+        const int column = column_of(load + i, log);
+        firsts[i] = column + lane * kPiece;
         if (!run.contains(column, kLoadColumns)) {
 #pragma unroll
-          for (int j = 0; j < 2; ++j) keep_inside(pieces.of[j], first + j * kWarpPiece);
+          for (int j = 0; j < 2; ++j) keep_inside(now[i].of[j], firsts[i] + j * kWarpPiece);
         }
-        if (lane == 0 && (load + i & loads - 1) == 0) {
-          shared.firsts[((load + i) >> log) * Shape::kWarps + warp] = listed;
-        }
-        const Above<kPiece> above[2] = {{&pieces.of[0], threshold}, {&pieces.of[1], threshold}};
-        const unsigned lane_counts = above[0].all() | above[1].all() << 16, to_lane = sum_to_lane(lane_counts);
-        const unsigned warp_counts = __shfl_sync(~0u, to_lane, 31), before = to_lane - lane_counts;
-        const unsigned places[2] = {listed + (before & 0xffff), listed + (warp_counts & 0xffff) + (before >> 16)};
-        const unsigned listed_now = listed + (warp_counts & 0xffff) + (warp_counts >> 16);
-        full |= listed_now > Lists::kSize;
-        if (full) break;
-        listed = listed_now;
+      }
+      // Candidates are counted in bytes, one for each of a lane's four pieces: up to 4 in a lane, and 128 in a warp.
+      static_assert(kReadAhead == 2);
+      const Above<kPiece> above[4] = {{&now[0].of[0], threshold},
+                                      {&now[0].of[1], threshold},
+                                      {&now[1].of[0], threshold},
+                                      {&now[1].of[1], threshold}};
+      const unsigned lane_counts = above[0].all() | above[1].all() << 8 | above[2].all() << 16 | above[3].all() << 24;
+      const unsigned to_lane = sum_to_lane(lane_counts), warp_counts = __shfl_sync(~0u, to_lane, 31);
+      const unsigned before = to_lane - lane_counts;
+      const unsigned listed_first = __dp4a(warp_counts, 0x0101u, listed);  // with those of the first load
+      const unsigned places[4] = {
+          __dp4a(before, 0x01u, listed),
+          __dp4a(before, 0x0100u, __dp4a(warp_counts, 0x01u, listed)),
+          __dp4a(before, 0x010000u, listed_first),
+          __dp4a(before, 0x01000000u, __dp4a(warp_counts, 0x010000u, listed_first)),
+      };
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+      for (int i = 0; i < kReadAhead; ++i) {
+        if (lane == 0 && (load + i & loads - 1) == 0) {
+          shared.firsts[((load + i) >> log) * Shape::kWarps + warp] = i == 0 ? listed : listed_first;
+        }
+      }
+      listed = __dp4a(warp_counts, 0x01010000u, listed_first);
+      full = listed > Lists::kSize;
+      if (full) {
+        shared.full = 1;
+      } else {
+#pragma unroll
+        for (int piece = 0; piece < 4; ++piece) {
 #pragma unroll
           for (int e = 0; e < kPiece; ++e) {
-            const float value = pieces.of[j].values[e];
+            const float value = now[piece / 2].of[piece % 2].values[e];
             if (value > threshold) {
-              store_shared(list + (places[j] + above[j][e]) * unsigned{sizeof(uint2)},
-                           make_uint2(__float_as_uint(value), first + j * kWarpPiece + e));
+              store_shared(list + (places[piece] + above[piece][e]) * unsigned{sizeof(uint2)},
+                           make_uint2(__float_as_uint(value), firsts[piece / 2] + piece % 2 * kWarpPiece + e));
             }
           }
         }
       }
-      if (full) shared.full = 1;
+      if constexpr (Shape::kCtasPerSm > 1) read_ahead(next, load + kReadAhead);
       full |= *static_cast<volatile int*>(&shared.full) != 0;
     }
     const int stretches = (run.size() + (1 << log_stretch) - 1) >> log_stretch;
