@@ -32,8 +32,11 @@ demo: build
 	$(PY) examples/demo.py
 	$(PY) examples/video.py
 
+# First the tests that need the machine for themselves, then the others in as many processes as there are cores, at most 8.
+CORES := $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 8 ? n : 8)))
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest -m "timing or gpu_memory"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not timing and not gpu_memory" --numprocesses $(CORES) --maxschedchunk 1
 
 # The tests that need a Hopper GPU, in several processes. Those that measure times or need much memory come last, alone.
 PROCESSES ?= 8

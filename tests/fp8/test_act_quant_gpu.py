@@ -101,6 +101,24 @@ def test_layouts(dtype: torch.dtype) -> None:
         check(view)
 
 
+@both_dtypes
+@pytest.mark.parametrize("columns", [128, 256])
+def test_rows_that_are_taken_together_only_where_they_are_contiguous(columns: int, dtype: torch.dtype) -> None:
+    """A multiple of 8 rows of one block: contiguous, apart, at odd addresses, repeated, transposed."""
+    wide = make(64, 384, dtype=dtype)
+    for rows in (
+        wide[:, :columns].contiguous(),
+        wide[:, :columns],
+        wide[:, 128 : 128 + columns],
+        wide[:, 1 : 1 + columns],
+        wide.view(-1)[1 : 1 + 16 * columns].view(16, columns),
+        wide[::2, :columns],
+        wide[:1, :columns].expand(24, -1),
+        wide[:, :columns].contiguous().view(8, 8, columns).transpose(0, 1),
+    ):
+        check(rows)
+
+
 @pytest.mark.parametrize("shape", [(0, 256), (3, 0), (2, 0, 128)], ids=str)
 def test_empty_tensors(shape: tuple[int, ...]) -> None:
     check(torch.zeros(shape, device="cuda"))
