@@ -7,6 +7,7 @@ indexers: attention becomes less uniform while the model learns, so that an inde
 """
 
 import argparse
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def main() -> None:
     draw(history, baseline, args.picture)
     held_out = list(history.held_out.values())
     print(f"held-out loss: {held_out[0]:.2f} -> {held_out[-1]:.2f} nats per byte")
-    last, without = (sum(h.indexer[-10:]) / 10 for h in (history, baseline))
+    last, without = (statistics.fmean(h.indexer[-10:]) for h in (history, baseline))
     print(
         f"KL divergence of the indexers in the last ten steps: {last:.3f}, of indexers that do not learn {without:.3f}"
     )

@@ -31,9 +31,10 @@ OPERATORS += ["indexer_scores_bwd", "sparse_mla_bwd", "sparse_mha_fwd", "sparse_
 VOCABULARY = 1024
 STEPS, SMALL_STEPS, LAYER = "Training step", "Training step, small experts", "One attention layer"
 EXPERT_COLUMNS, SMALL_EXPERT_COLUMNS = 2048, 512
-#: transformers' implementations, and the length at which one ran out of memory: longer ones are not tried.
+#: transformers' implementations, and the shortest length at which one ran out of memory, by the size of the experts:
+#: longer ones are not tried.
 IMPLEMENTATIONS = ("sdpa", "eager")
-EXHAUSTED: dict[str, int] = {}
+EXHAUSTED: dict[tuple[str, int], int] = {}
 #: Losses are means over thousands of tokens of about ln(VOCABULARY), rounded to bf16 at other places.
 LOSS_TOLERANCE = 0.02
 
@@ -131,10 +132,10 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
     measured: dict[str, Measured] = {}
     for name in () if spec.train_indexer else IMPLEMENTATIONS:
         causal.set_attn_implementation(name)
-        is_tried = spec.seq < EXHAUSTED.get(name, spec.seq + 1)
-        peer = measure_step(lambda: step(causal, ids)) if is_tried else None
+        exhausted = EXHAUSTED.get((name, spec.expert_columns), spec.seq + 1)
+        peer = measure_step(lambda: step(causal, ids)) if spec.seq < exhausted else None
         if peer is None:
-            EXHAUSTED[name] = min(spec.seq, EXHAUSTED.get(name, spec.seq))
+            EXHAUSTED[name, spec.expert_columns] = min(spec.seq, exhausted)
         elif abs(peer.loss - ours.loss) <= LOSS_TOLERANCE:
             measured[name] = peer
         else:

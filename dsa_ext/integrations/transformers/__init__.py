@@ -154,7 +154,9 @@ def enable(
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if type(layer) in REPLACEMENTS}
     replaced = [layer for layer in model.modules() if type(layer) in REPLACEMENTS.values()]
     if any(hasattr(layer, "_dsa_options") for layer in replaced):
-        raise ValueError("enable: the model is enabled already: disable() its handle; a copy has none: make a new one")
+        raise ValueError(
+            "enable: the model is enabled already: disable() its handle; a copy has none: disable the original before it is copied"
+        )
     if replaced:
         text = "the model was made after register() and cannot be enabled: to train the indexer, do not call register()"
         raise ValueError(f"enable: {text}")

@@ -38,7 +38,7 @@ inline constexpr int kMaxHeldRun = HeldShape::kHeld;
 // shape is for small topk; and for rows that fill the GPU, because a lone CTA on an SM should have many warps.
 template <bool kSmall>
 using FilterShape = std::conditional_t<kSmall, Shape<256, 4, 10, 4>, Shape<kThreads, 4, 11, 2>>;
-// For grids of at most one CTA for each SM: launch_filter pads shared memory so that no SM takes two.
+// For grids of at most one CTA for each SM: filter_bytes pads shared memory so that no SM takes two.
 using LoneFilterShape = Shape<kThreads, 4, 11, 1>;
 inline constexpr int kStepPieces = 2;  // that a thread reads at a time
 template <class Shape>
@@ -53,9 +53,10 @@ struct Plan {
   bool held;  // in registers; else it is filtered
 };
 
-// A row that few CTAs hold is held by as few as can. Others are filtered by as many as have an SM each, if each one's
+// A row that the registers of at most kMaxHolders CTAs hold is held by the fewest that can, if there is an SM for each
+// CTA of all rows; one CTA needs no SM to itself. Other rows are filtered by as many as have an SM each, if each one's
 // run is worth its share of the cluster's cost. clusters_at_once(n): how many clusters of n CTAs the device runs at
-// once, one CTA an SM. There are fewer than SMs / n, since the SMs of a cluster are neighbors.
+// once, one CTA an SM: at most SMs / n, and often fewer, since the SMs of a cluster are neighbors.
 template <class ClustersAtOnce>
 constexpr Plan plan_row(int64_t rows, int columns, int num_sms, ClustersAtOnce clusters_at_once) {
   constexpr int kMaxHolders = 4, kMinRun = kMaxHeldRun / 2, kMinShared = 4 * kMaxHeldRun;

@@ -160,7 +160,7 @@ struct Filter {
       Load now[kReadAhead];
 #pragma unroll
       for (int i = 0; i < kReadAhead; ++i) now[i] = next[i];
-      // With more CTAs on an SM there are no registers for both.
+      // With more CTAs on an SM there are no registers for `now` and `next` at once: there the next loads come last.
       if constexpr (Shape::kCtasPerSm == 1) read_ahead(next, load + kReadAhead);
       int firsts[kReadAhead];  // columns
 #pragma unroll

@@ -53,7 +53,7 @@ const char* launch_rows_of(const Params& params, cudaStream_t stream) {
   const unsigned ctas = unsigned(p.rows) * p.ctas, sms = p.num_sms;
   const bool lone = !plan.held && ctas <= sms;
   // CTAs that start before the preceding kernel has ended gather on the SMs that are free first, as many on one as have
-  // room there. That does not matter for one row, where an SM takes one CTA only, and where few rows are wanted.
+  // room there. That does no harm in three cases: there is one row, an SM takes only one CTA, or few rows are wanted.
   const sm90::Grid grid(ctas, p.ctas, /*programmatic=*/p.wanted != nullptr || p.rows == 1 || lone);
   if (plan.held) {
     return p.ctas == 1 ? launch_held<T, kSlots, HeldShape>(p, grid, stream)
