@@ -155,7 +155,8 @@ def enable(
     replaced = [layer for layer in model.modules() if type(layer) in REPLACEMENTS.values()]
     if any(hasattr(layer, "_dsa_options") for layer in replaced):
         raise ValueError(
-            "enable: the model is enabled already: disable() its handle. A copy has none: disable the original before you copy"
+            "enable: the model is enabled already: disable() its handle. A copy of an enabled model has none: "
+            "disable the original before it is copied"
         )
     if replaced:
         text = "the model was made after register() and cannot be enabled: to train the indexer, do not call register()"
