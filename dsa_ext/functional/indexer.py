@@ -219,9 +219,9 @@ def quantize_indexer(
         if columns != q.shape[-1] or x.dtype != q.dtype:
             fail("quantize_indexer", f"k must be {dtype_name(q.dtype)} [..., {q.shape[-1]}] like q, got {describe(x)}")
         refuse_derivatives("quantize_indexer", (x,))
+        x = x.detach().float() if x.dtype == torch.float64 else x.detach()
         if recipe == "ue8m0_hadamard":
             x = hadamard_transform(x)
-        x = x.detach().float() if x.dtype == torch.float64 else x.detach()
         x = x if columns == 128 else pad(x, (0, 128 - columns))
         y, scale = torch.ops.dsa.act_quant.default(x, 128, recipe != "fp32")
         results += [y[..., :columns], scale.squeeze(-1)]

@@ -111,10 +111,18 @@ def test_nasty_rows(columns: int, dtype: torch.dtype) -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 20, 28, 33, 64, 100, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 20, 28, 33, 64, 100, 300])
 def test_row_counts(rows: int, dtype: torch.dtype) -> None:
     """Few rows are split over CTAs, longer rows over more."""
-    for columns, topk in ((5, 4096), (9000, 2048), (24000, 2048), (30000, 100), (40000, 7), (2**17 + 3, 2048)):
+    for columns, topk in (
+        (5, 4096),
+        (9000, 2048),
+        (24000, 2048),
+        (30000, 100),
+        (40000, 7),
+        (2**17 + 3, 2048),
+        (70000, 4096),
+    ):
         for part in repeated_rows(rows, columns, dtype).split(rows):
             check(part, *whole(part), topk)
             check(part, *windows(part), topk)
@@ -230,7 +238,8 @@ def test_repeats_are_bitwise_equal(sizes: tuple[int, int]) -> None:
 def test_slots_of_a_cache(page_size: int, dtype: torch.dtype) -> None:
     """Every kernel, with tables of any numbers that may be too short, in any layout."""
     generator = torch.Generator(DEVICE).manual_seed(page_size)
-    for rows, columns, topk in ((1, 131077, 2048), (6, 9000, 2048), (6, 5, 9), (300, 9000, 50), (300, 20000, 4096)):
+    few = ((1, 131077, 2048), (16, 70000, 2048), (33, 70000, 4096), (28, 40000, 50), (6, 30000, 2048), (6, 5, 9))
+    for rows, columns, topk in (*few, (300, 9000, 50), (300, 20000, 4096)):
         logits = repeated_rows(rows, columns, dtype)[:rows]
         bounds, pages = windows(logits), -(-columns // page_size)
         for sequences, to_sequence in ((rows, False), (max(1, rows // 3), rows % 3 == 0), (4, True)):
@@ -270,19 +279,39 @@ def test_empty_tensors(sizes: tuple[int, int]) -> None:
         check(logits, *whole(logits), 3)
 
 
-def test_side_stream() -> None:
+@pytest.mark.parametrize("sizes", [(1, 3000), (1, 30000), (5, 30000), (32, 70000), (64, 50000)], ids=str)
+def test_side_stream(sizes: tuple[int, int]) -> None:
     """Logits that are written late on a side stream: a kernel on any other stream would read zeros."""
-    logits = torch.randn(64, 50000, device=DEVICE)
-    bounds = windows(logits)
+    logits = torch.randn(sizes, device=DEVICE)
+    bounds = whole(logits)
     expected = OP(logits, *bounds, 2048)
     check_selected(written_late(logits, lambda late: OP(late, *bounds, 2048)), expected)
+
+
+def test_kernels_that_start_early_in_a_row() -> None:
+    """Calls on one buffer that is written anew before each, some of which start in the tail of the kernel before."""
+    sizes = [(1, 3000), (32, 70000), (4, 30000), (1, 70000), (300, 9000), (16, 70000), (1, 30000)]
+    inputs = [torch.randn(size, device=DEVICE) for size in sizes]
+    expected = [OP(x, *whole(x), 1000) for x in inputs]
+    flat = torch.empty(max(x.numel() for x in inputs), device=DEVICE)
+    bounds = [whole(x) for x in inputs]
+    for _ in range(5):
+        results = []
+        for x, of_x in zip(inputs, bounds, strict=True):
+            logits = flat[: x.numel()].view(x.shape)
+            logits.copy_(x)
+            results.append(OP(logits, *of_x, 1000))
+        for result, of_x in zip(results, expected, strict=True):
+            check_selected(result, of_x)
 
 
 GRAPH_SCRIPT = """
 import torch, dsa_ext
 from dsa_ext.testing.tolerances import check_selected
 calls = []
-for rows, columns, dtype in ((3, 2**17, torch.float32), (100, 20000, torch.bfloat16), (500, 9000, torch.float32)):
+for rows, columns, dtype in (
+    (3, 2**17, torch.float32), (3, 30000, torch.float32), (100, 20000, torch.bfloat16), (500, 9000, torch.float32)
+):
     logits = torch.randn(rows, columns, device="cuda").to(dtype)
     ends = torch.randint(columns, (rows,), dtype=torch.int32, device="cuda")
     calls.append((logits, torch.zeros_like(ends), ends, 2048))

@@ -92,7 +92,7 @@ def misfit(layer: Any) -> str | None:
         f"attention_dropout must be 0, got {c.attention_dropout}": c.attention_dropout == 0,
         f"index_n_heads must be one of {HEADS}, got {c.index_n_heads}": c.index_n_heads in HEADS,
         f"index_head_dim must be one of {DIMS}, got {c.index_head_dim}": (c.index_head_dim in DIMS),
-        f"index_topk must be at most {MAX_TOPK}, got {c.index_topk}": c.index_topk <= MAX_TOPK,
+        f"index_topk must be from 1 to {MAX_TOPK}, got {c.index_topk}": 1 <= c.index_topk <= MAX_TOPK,
         "kv_b_proj must have no bias, got one": not has_bias(layer.kv_b_proj),
         f"config.is_causal must be True, got {getattr(c, 'is_causal', True)}": getattr(c, "is_causal", True),
         f"weights must be bfloat16 (on the CPU also float32), got {dtype_name(dtype)}": dtype != torch.float16,

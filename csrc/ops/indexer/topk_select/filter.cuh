@@ -212,7 +212,7 @@ struct Filter {
         }
       }
       if constexpr (Shape::kCtasPerSm > 1) read_ahead(next, load + kReadAhead);
-      full |= *static_cast<volatile int*>(&shared.full) != 0;
+      full = __any_sync(~0u, full || *static_cast<volatile int*>(&shared.full) != 0);
     }
     const int stretches = (run.size() + (1 << log_stretch) - 1) >> log_stretch;
     if (lane == 0) {
