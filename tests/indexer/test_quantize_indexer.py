@@ -1,6 +1,7 @@
 """quantize_indexer: its formula, and selections that are bitwise equal in training and in serving."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,16 @@ def test_hadamard_transform(size: int) -> None:
     x = torch.randn(3, 5, size, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(dsa_ext.hadamard_transform(x), x @ matrix)
     assert torch.autograd.gradcheck(dsa_ext.hadamard_transform, x)
+
+
+@pytest.mark.parametrize("recipe", ["ue8m0", "ue8m0_hadamard", "fp32"])
+def test_float64_is_rounded_first(recipe: Any) -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        q, k = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((50, 8, 128), (70, 128)))
+        of_float64 = dsa_ext.quantize_indexer(q, k, recipe)
+        of_fp32 = dsa_ext.quantize_indexer(q.float(), k.float(), recipe)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(of_float64, of_fp32, strict=True))
 
 
 def test_errors() -> None:

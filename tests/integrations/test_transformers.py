@@ -288,6 +288,8 @@ def test_errors() -> None:
     both = "kv_lora_rank must be 512, got 256; index_n_heads must be one of"
     with pytest.raises(ValueError, match=both):
         integration.enable(make_model(kv_lora_rank=256, index_n_heads=4))
+    with pytest.raises(ValueError, match="index_topk must be from 1 to 4096, got 0"):
+        integration.enable(make_model(index_topk=0))
     with pytest.raises(ValueError, match="enable: Linear has no layer of DeepseekV32 or GlmMoeDsa"):
         integration.enable(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="enable: model must be a model of transformers, got str"):
