@@ -48,6 +48,18 @@ def test_rows_at_any_address(columns: int, dtype: torch.dtype) -> None:
                 check(logits, *windows(logits, seed=first), topk)
 
 
+@both_dtypes
+@pytest.mark.parametrize("columns", [8209, 20_003])
+def test_more_rows_than_sms_at_any_address(columns: int, dtype: torch.dtype) -> None:
+    for first in range(9):
+        wide = torch.full((300, first + columns + first % 4), math.inf, dtype=dtype, device=DEVICE)
+        logits = wide[:, first : first + columns]
+        logits.copy_(torch.randn(300, columns, device=DEVICE))
+        starts, ends = windows(logits, seed=first)
+        for last in (ends, ends.clamp(min=columns - 5)):
+            check(logits, starts.clamp(max=first), last, 2048)
+
+
 def adversarial_rows(columns: int) -> dict[str, Tensor]:
     """Rows that are hard for a selector that reads them once and drops candidates on the way."""
     t = torch.arange(columns, dtype=torch.int32, device=DEVICE)
@@ -66,6 +78,9 @@ def adversarial_rows(columns: int) -> dict[str, Tensor]:
         "ties among few": (t % 3).float(),
         "ties at zero and below": 0.0 + (t * 97 % 32 < 2) - 1.0 * (t * 97 % 32 > 4),
         "one in 64": noise.masked_fill(t % 64 != 5, -math.inf),
+        "subnormal": noise * 1e-40,
+        "as far apart as can be": 3.4e38 * noise.sign() + noise,
+        "many infinite": noise.masked_fill(t % 3 == 1, math.inf),
         "the best where samples are taken": noise + 100.0 * sampled[t.long() // 16],
         "half of the best where samples are taken": noise + 100.0 * (sampled[t.long() // 16] & (t % 16 < 8)),
         "the best in what one of 8 warps reads": noise + 100.0 * (t // 256 % 8 == 3),

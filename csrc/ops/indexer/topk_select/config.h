@@ -11,12 +11,11 @@ inline constexpr int kMaxTopk = 4096;
 inline constexpr int kThreads = 512;            // of the largest CTA
 inline constexpr int kPiece = 4;                // consecutive entries that a thread takes at a time
 inline constexpr int kWarpPiece = 32 * kPiece;  // per warp
-inline constexpr int kReadAhead = 2;            // loads that a warp starts together while it reads a run
 inline constexpr int kUnit = 8;                 // columns: a unit is 16-byte aligned, in bf16 too, if its row is
 inline constexpr int kMaxCtas = 8;              // per row: the largest portable cluster
 
-// A CTA shape: threads, pieces per thread, bits of a radix digit, and CTAs per SM.
-template <int kThreads_, int kPieces_, int kDigitBits_, int kCtasPerSm_>
+// A CTA shape: threads, pieces per thread, bits of a radix digit, CTAs per SM, and whether CTAs may form clusters.
+template <int kThreads_, int kPieces_, int kDigitBits_, int kCtasPerSm_, bool kMayFormClusters_ = false>
 struct Shape {
   static constexpr int kThreads = kThreads_, kWarps = kThreads / 32;
   static constexpr int kPieces = kPieces_;  // per thread, at most
@@ -24,13 +23,13 @@ struct Shape {
   static constexpr int kHeld = kThreads * kKeys;
   static constexpr int kDigitBits = kDigitBits_, kBins = 1 << kDigitBits, kBinsPerThread = kBins / kThreads;
   static constexpr int kCtasPerSm = kCtasPerSm_;
-  static constexpr bool kMayFormClusters = kThreads == topk_select::kThreads;  // see launch_rows_of
+  static constexpr bool kMayFormClusters = kMayFormClusters_;
 };
 
 // For runs that fit into a CTA's registers. Without a cluster, many small CTAs hide each other's latency; in a cluster
 // the latency of a row counts.
 using HeldShape = Shape<256, 8, 11, 4>;
-using HeldClusterShape = Shape<kThreads, 4, 11, 2>;
+using HeldClusterShape = Shape<kThreads, 4, 11, 2, true>;
 static_assert(HeldShape::kHeld == HeldClusterShape::kHeld);
 inline constexpr int kMaxHeldRun = HeldShape::kHeld;
 
@@ -38,9 +37,10 @@ inline constexpr int kMaxHeldRun = HeldShape::kHeld;
 // shape is for small topk; and for rows that fill the GPU, because a lone CTA on an SM should have many warps.
 template <bool kSmall>
 using FilterShape = std::conditional_t<kSmall, Shape<256, 4, 10, 4>, Shape<kThreads, 4, 11, 2>>;
-// For grids of at most one CTA for each SM: filter_bytes pads shared memory so that no SM takes two.
-using LoneFilterShape = Shape<kThreads, 4, 11, 1>;
-inline constexpr int kStepPieces = 2;  // that a thread reads at a time
+// For grids of at most one CTA for each SM, which has no room for two.
+using LoneFilterShape = Shape<kThreads, 4, 11, 1, true>;
+inline constexpr int kLongRow = 48 * 1024;  // columns from which on a sample is large
+inline constexpr int kStepPieces = 2;       // that a thread reads at a time
 template <class Shape>
 inline constexpr int kStep = Shape::kThreads * kStepPieces * kPiece;
 template <class Shape>

@@ -59,14 +59,33 @@ struct WarpLists {
   static constexpr int kSize = Shape::kHeld / Shape::kWarps, kStretches = 512;
   uint2 entries[Shape::kWarps][kSize];
 };
+// What a warp loads at a time: chunks of a run, of which each lane reads kLaneColumns consecutive columns. The 16-byte
+// pieces of a lane change places with each other, so that eight lanes that read one each have no bank conflicts.
+inline constexpr int kLogChunk = 8, kChunk = 1 << kLogChunk;  // columns
+template <class T, class Shape>
+struct WarpLoads {
+  static constexpr int kSlots = Shape::kCtasPerSm == 1 ? 4 : 1;  // where other CTAs do not hide the latency of a load
+  static constexpr int kLaneColumns = 64 / sizeof(T), kColumns = 32 * kLaneColumns;
+  static constexpr int kChunks = kColumns / kChunk, kLanesPerChunk = 32 / kChunks;
+  static constexpr int kPieceColumns = 16 / sizeof(T), kPieces = kLaneColumns / kPieceColumns;  // of a lane
+  alignas(128) T slots[Shape::kWarps][kSlots][kColumns];
+
+  // Where a column of a load is in its slot. place_of(x ^ y) is place_of(x) ^ place_of(y).
+  static __device__ __forceinline__ int place_of(int column) {
+    const int lane = column / kLaneColumns;
+    return column ^ lane * kPieces / 8 % kPieces * kPieceColumns;
+  }
+};
 template <class T, class Shape>
 struct FilterStorage : SelectorStorage<Shape> {
   using Lists = WarpLists<Shape>;
+  using Loads = WarpLoads<T, Shape>;
+  Loads loads;
   union {
     Entries<T, Shape::kHeld> entries;
     Lists lists;
   };
-  uint16_t firsts[Lists::kStretches + kReadAhead * Shape::kWarps + Shape::kWarps];
+  uint16_t firsts[Lists::kStretches + Shape::kWarps];
   int full;  // whether a list is full
 };
 
@@ -123,8 +142,8 @@ struct Run {
   int begin, end, first_read, columns;  // columns: of the row
 
   __device__ __forceinline__ int size() const { return end - first_read; }  // what is read
-  // The end of the last piece that lies completely in the row. Columns from there on are read one by one.
-  __device__ __forceinline__ int pieces_end() const { return first_read + ((columns - first_read) & -kPiece); }
+  // The end of the last `unit` columns that lie completely in the row. Columns from there on are read one by one.
+  __device__ __forceinline__ int whole_end(int unit) const { return first_read + ((columns - first_read) & -unit); }
   __device__ __forceinline__ bool contains(int first, int count) const {
     return first >= begin && first + count <= end;
   }

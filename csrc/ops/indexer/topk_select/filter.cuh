@@ -13,30 +13,42 @@ __device__ __forceinline__ int pieces_for(int entries) {
 }
 
 // A sample of a row: short spots all over it, which memory reads as fast as single columns. Sampled entries form groups
-// of entries that are irregularly far from each other; the best of a group represents it.
+// of two or four entries that are irregularly far from each other; the best of a group represents it.
 template <class T, class Shape>
 struct Sample {
-  static constexpr int kEntries = 4096, kSpotPieces = 4, kSpots = kEntries / (kSpotPieces * kPiece);
-  static constexpr int kEntriesPerGroup = kEntries / (Shape::kThreads * kPiece), kGroups = kEntries / kEntriesPerGroup;
-  Piece pieces[kEntriesPerGroup];
+  static constexpr int kGroups = Shape::kThreads * kPiece, kMaxEntries = 4096, kMaxPieces = kMaxEntries / kGroups;
+  Piece pieces[kMaxPieces];  // of which a thread reads 1 << log_pieces
+  int log_pieces;
 
+  // `size`: of the row. What a short row's sample reads is a large part of the row, which is read again.
+  __device__ __forceinline__ explicit Sample(int size) {
+    log_pieces = kMaxPieces > 2 && size >= kLongRow ? 2 : 1;
+    for (Piece& piece : pieces) leave_undefined(piece);
+  }
   __device__ __forceinline__ void load(const T* g_row, Run run) {
-    constexpr int kSpotColumns = kSpotPieces * kPiece;
+    constexpr int kSpotPieces = 4, kSpotColumns = kSpotPieces * kPiece, kThreadSpots = Shape::kThreads / kSpotPieces;
     const int thread = threadIdx.x;
     const uint64_t run_spots = run.size() / kSpotColumns;
 #pragma unroll
-    for (int i = 0; i < kEntriesPerGroup; ++i) {
-      const int mixed = thread / kSpotPieces * (1 + 36 * i) % (Shape::kThreads / kSpotPieces);
-      const int spot = static_cast<int>((mixed * kEntriesPerGroup + i) * run_spots / kSpots);
+    for (int i = 0; i < kMaxPieces; ++i) {
+      if (i >> log_pieces) break;
+      const int mixed = thread / kSpotPieces * (1 + 36 * i) % kThreadSpots;
+      const int spot = static_cast<int>(((mixed << log_pieces) + i) * run_spots / kThreadSpots >> log_pieces);
       pieces[i] = load_piece(g_row + run.first_read + spot * kSpotColumns + thread % kSpotPieces * kPiece);
     }
   }
-  // The key of the best of a group; a thread has kPiece groups.
-  __device__ __forceinline__ unsigned key(int group) const {
-    float best = -INFINITY;
+  // The best of each group; a thread has kPiece groups.
+  __device__ __forceinline__ Piece best() const {
+    Piece best = pieces[0];
 #pragma unroll
-    for (const Piece& piece : pieces) best = fmaxf(best, piece.values[group]);
-    return key_of(best);
+    for (int i = 1; i < kMaxPieces; ++i) {
+      if (i >> log_pieces) break;
+#pragma unroll
+      for (int group = 0; group < kPiece; ++group) {
+        best.values[group] = fmaxf(best.values[group], pieces[i].values[group]);
+      }
+    }
+    return best;
   }
 };
 
@@ -46,7 +58,6 @@ struct Filter {
   using Shape = typename Storage::Shape;
   using Keys = typename Selector<Storage>::Keys;
   static constexpr int kPieces = Shape::kPieces;
-  static constexpr Start kWhole = Selector<Storage>::kWhole;
   Selector<Storage>& selector;
   const T* g_row;
   Run run;
@@ -59,20 +70,20 @@ struct Filter {
   __device__ __forceinline__ void guess(const Sample<T, Shape>& sample, int size) {
     constexpr float kGroups = sample.kGroups;
     float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(size));
-    static_assert(sample.kEntriesPerGroup == 2 || sample.kEntriesPerGroup == 4);
-    out *= out;
-    if constexpr (sample.kEntriesPerGroup == 4) out *= out;  // the share of groups without an entry above
+    for (int i = 0; i < sample.log_pieces; ++i) out *= out;  // the share of groups without an entry above
     const float expected = kGroups * (1 - out), variance = expected * out;
     const float wanted = expected + 3 * variance * rsqrtf(fmaxf(variance, 1e-6f)) + 3;
     if (!(wanted < kGroups - 8)) return;
+    const Piece best = sample.best();
     unsigned keys[kPiece], highest = 0;
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) {
-      keys[i] = sample.key(i);
+      keys[i] = key_of(best.values[i]);
       highest = max(highest, keys[i]);
     }
     selector.set_maximum(highest);
-    const Selection selection = selector.find(keys, 1, static_cast<unsigned>(wanted), 1, kWhole, kGroups / 128);
+    const Selection selection =
+        selector.find(keys, 1, static_cast<unsigned>(wanted), 1, selector.kWhole, kGroups / 128);
     const unsigned last_out = selection.threshold - (selection.ties > 0);
     if (last_out == 0) return;
     threshold = threshold_of(last_out);
@@ -101,7 +112,7 @@ struct Filter {
   // Keeps the entries from column `column` on that lie in the run; the others become NaN. Columns after the row's last
   // whole piece are read here one by one: nothing after the row is read.
   __device__ __forceinline__ void keep_inside(Piece& r, int column) const {
-    const bool is_after_pieces = column >= run.pieces_end();
+    const bool is_after_pieces = column >= run.whole_end(kPiece);
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) {
       const bool inside = run.contains(column + i, 1);
@@ -110,110 +121,132 @@ struct Filter {
     }
   }
   __device__ __forceinline__ Piece load_inside(int column) const {
-    Piece r = load_piece(g_row + min(column, run.pieces_end() - kPiece));
+    Piece r = load_piece(g_row + min(column, run.whole_end(kPiece) - kPiece));
     keep_inside(r, column);
     return r;
   }
 
-  // What a warp loads at a time.
-  struct Load {
-    Piece of[2];
-  };
-  static constexpr int kLoadColumns = 2 * kWarpPiece, kLogLoadColumns = 8;
-  static_assert(1 << kLogLoadColumns == kLoadColumns);
   using Lists = typename Storage::Lists;
+  using Loads = typename Storage::Loads;
+  static constexpr int kLaneColumns = Loads::kLaneColumns;
 
-  // Stretches are of 1 << log_loads() loads: long enough that there are at most kStretches.
-  __device__ __forceinline__ int log_loads() const {
-    return max(0, 32 - __clz((run.size() - 1) / (kLoadColumns * Lists::kStretches)));
+  // Stretches are of 1 << log_chunks() chunks: long enough that there are at most kStretches.
+  __device__ __forceinline__ int log_chunks() const {
+    return max(0, 32 - __clz((run.size() - 1) / (kChunk * Lists::kStretches)));
   }
-  // The first column of a warp's load: the warps read stretches in turn. `log`: log_loads().
-  __device__ __forceinline__ int column_of(int load, int log) const {
-    const int stretch = (load >> log) * Shape::kWarps + static_cast<int>(threadIdx.x / 32);
-    return run.first_read + (stretch << log + kLogLoadColumns) + (load & (1 << log) - 1) * kLoadColumns;
+  // The chunk that this lane reads in a load of its warp.
+  static __device__ __forceinline__ int chunk_of(int load) {
+    return load * Loads::kChunks + static_cast<int>(threadIdx.x % 32) / Loads::kLanesPerChunk;
   }
-  // `last`: where the last whole piece is.
-  __device__ __forceinline__ Load load_from(int column, int last) const {
-    const int first = column + static_cast<int>(threadIdx.x % 32) * kPiece;
-    return {load_piece(g_row + min(first, last)), load_piece(g_row + min(first + kWarpPiece, last))};
+  // The first column of a chunk of the warp: the warps read stretches in turn. `log`: log_chunks().
+  __device__ __forceinline__ int column_of(int chunk, int log) const {
+    const int stretch = (chunk >> log) * Shape::kWarps + static_cast<int>(threadIdx.x / 32);
+    return run.first_read + (stretch << log + kLogChunk) + (chunk & (1 << log) - 1) * kChunk;
+  }
+  __device__ __forceinline__ T* slot(int load) const {
+    return selector.shared.loads.slots[threadIdx.x / 32][load % Loads::kSlots];
   }
 
-  // Starts the warp's loads from `load` on.
-  __device__ __forceinline__ void read_ahead(Load (&next)[kReadAhead], int load = 0) const {
+  // Starts the warp's copies of a load. A piece that does not lie completely in the row is not read.
+  __device__ __forceinline__ void start(int load, int log) const {
+    constexpr int kLanes = Loads::kLanesPerChunk, kColumns = Loads::kPieceColumns;
+    const int lane = threadIdx.x % 32, in_chunk = lane % kLanes * kColumns;
+    const int column = column_of(chunk_of(load), log) + in_chunk;
+    const int room = min(run.end + kUnit - 1, run.whole_end(kColumns)) - column - kColumns;
+    const int first = Loads::place_of(lane / kLanes * kChunk + in_chunk);
 #pragma unroll
-    for (int i = 0; i < kReadAhead; ++i)
-      next[i] = load_from(column_of(load + i, log_loads()), run.pieces_end() - kPiece);
+    for (int i = 0; i < kChunk; i += kLanes * kColumns) {
+      const uint32_t to = sm90::shared_address(slot(load) + (first ^ Loads::place_of(i)));
+      sm90::copy_16_bytes(to, g_row + column + i, i <= room ? 16 : 0);
+    }
+    sm90::commit_copies();
   }
 
-  // The warps read stretches in turn, each into its own list; `next`: what they have read ahead. Returns false if a
-  // list has no room left; otherwise gathers the candidates in id order.
-  __device__ __forceinline__ bool read_apart(Load (&next)[kReadAhead]) {
+  // A bit for each of a lane's columns, from bit 31 down: whether it lies in the run and exceeds the threshold.
+  // `first`: the lane's first column.
+  __device__ __forceinline__ unsigned bits_above(const Piece (&pieces)[kLaneColumns / kPiece], int first) const {
+    unsigned bits = 0;
+#pragma unroll
+    for (const Piece& piece : pieces) {
+#pragma unroll
+      for (float value : piece.values) {
+        bits = __funnelshift_l(__float_as_uint(threshold - value), bits, 1);  // shifts in the sign; NaN has none
+      }
+    }
+    bits <<= 32 - kLaneColumns;
+    if (!run.contains(first, kLaneColumns)) {
+      bits &= ~0u >> max(run.begin - first, 0);  // a run begins in its first unit
+      const int inside = max(run.end - first, 0);
+      if (inside < kLaneColumns) bits &= ~(~0u >> inside);
+    }
+    return bits;
+  }
+
+  // The warps read stretches in turn, each into its own list, from load 0 on, which has been started. Returns false if
+  // a list has no room left; otherwise gathers the candidates in id order.
+  __device__ __forceinline__ bool read_apart() {
+    Storage& shared = selector.shared;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int log = log_chunks();
+    const uint32_t list = sm90::shared_address(shared.lists.entries[warp]);
+#pragma unroll
+    for (int load = 1; load < Loads::kSlots; ++load) start(load, log);
+    unsigned listed = 0;
+    for (int load = 0; column_of(load * Loads::kChunks, log) < run.end; ++load) {
+      const int chunk = chunk_of(load), chunk_begin = column_of(chunk, log);
+      const int first = chunk_begin + lane % Loads::kLanesPerChunk * kLaneColumns;
+      T* columns = slot(load);
+      const int place = Loads::place_of(lane * kLaneColumns);
+      sm90::wait_copies<Loads::kSlots - 1>();
+      __syncwarp();
+#pragma unroll 1
+      for (int i = max(0, run.whole_end(Loads::kPieceColumns) - first); i < min(kLaneColumns, run.end - first); ++i) {
+        columns[place ^ i] = g_row[first + i];
+      }
+      Piece pieces[kLaneColumns / kPiece];
+#pragma unroll
+      for (int i = 0; i < kLaneColumns; i += kPiece) pieces[i / kPiece] = load_piece(columns + (place ^ i));
+      unsigned bits = bits_above(pieces, first);
+      const unsigned lane_count = __popc(bits), to_lane = sum_to_lane(lane_count);
+      const unsigned before = listed + to_lane - lane_count;
+      const bool starts_stretch = lane % Loads::kLanesPerChunk == 0 && (chunk & (1 << log) - 1) == 0;
+      if (starts_stretch && chunk_begin < run.end) shared.firsts[(chunk >> log) * Shape::kWarps + warp] = before;
+      listed += __shfl_sync(~0u, to_lane, 31);
+      if (__any_sync(~0u, listed > Lists::kSize || *static_cast<volatile int*>(&shared.full) != 0)) {
+        shared.full = 1;
+        break;
+      }
+      uint32_t to = list + before * unsigned{sizeof(uint2)};
+      const auto append = [&](float value, int i) {
+        store_shared(to, make_uint2(__float_as_uint(value), first + i));
+        to += sizeof(uint2);
+      };
+      // A loop takes as long as the lane with the most candidates, and registers have no index: the more columns a lane
+      // has and the fewer of them are candidates, the better it is.
+      if constexpr (kLaneColumns <= 16 && Shape::kCtasPerSm > 1) {
+#pragma unroll
+        for (int i = 0; i < kLaneColumns; ++i) {
+          if (bits & 0x80000000u >> i) append(pieces[i / kPiece].values[i % kPiece], i);
+        }
+      } else {
+        while (bits != 0) {
+          const int i = __clz(bits);
+          bits ^= 0x80000000u >> i;
+          append(static_cast<float>(columns[place ^ i]), i);
+        }
+      }
+      __syncwarp();
+      start(load + Loads::kSlots, log);
+    }
+    sm90::wait_copies<0>();
+    return gather_lists(listed, log + kLogChunk);
+  }
+
+  // Gathers the candidates in id order, unless a list had no room left. `listed`: those of this warp.
+  __device__ __forceinline__ bool gather_lists(unsigned listed, int log_stretch) {
     static_assert(Lists::kStretches % Shape::kThreads == 0);
     Storage& shared = selector.shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int begin = run.first_read;
-    const int log = log_loads(), loads = 1 << log, log_stretch = log + kLogLoadColumns;
-    const uint32_t list = sm90::shared_address(shared.lists.entries[warp]);
-    unsigned listed = 0;
-    bool full = false;
-    for (int load = 0; column_of(load, log) < run.end && !full; load += kReadAhead) {
-      Load now[kReadAhead];
-#pragma unroll
-      for (int i = 0; i < kReadAhead; ++i) now[i] = next[i];
-      // With more CTAs on an SM there are no registers for `now` and `next` at once: there the next loads come last.
-      if constexpr (Shape::kCtasPerSm == 1) read_ahead(next, load + kReadAhead);
-      int firsts[kReadAhead];  // columns
-#pragma unroll
-      for (int i = 0; i < kReadAhead; ++i) {
-        const int column = column_of(load + i, log);
-        firsts[i] = column + lane * kPiece;
-        if (!run.contains(column, kLoadColumns)) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) keep_inside(now[i].of[j], firsts[i] + j * kWarpPiece);
-        }
-      }
-      // Candidates are counted in bytes, one for each of a lane's four pieces: up to 4 in a lane, and 128 in a warp.
-      static_assert(kReadAhead == 2);
-      const Above<kPiece> above[4] = {{&now[0].of[0], threshold},
-                                      {&now[0].of[1], threshold},
-                                      {&now[1].of[0], threshold},
-                                      {&now[1].of[1], threshold}};
-      const unsigned lane_counts = above[0].all() | above[1].all() << 8 | above[2].all() << 16 | above[3].all() << 24;
-      const unsigned to_lane = sum_to_lane(lane_counts), warp_counts = __shfl_sync(~0u, to_lane, 31);
-      const unsigned before = to_lane - lane_counts;
-      const unsigned listed_first = __dp4a(warp_counts, 0x0101u, listed);  // with those of the first load
-      const unsigned places[4] = {
-          __dp4a(before, 0x01u, listed),
-          __dp4a(before, 0x0100u, __dp4a(warp_counts, 0x01u, listed)),
-          __dp4a(before, 0x010000u, listed_first),
-          __dp4a(before, 0x01000000u, __dp4a(warp_counts, 0x010000u, listed_first)),
-      };
-#pragma unroll
-      for (int i = 0; i < kReadAhead; ++i) {
-        if (lane == 0 && (load + i & loads - 1) == 0) {
-          shared.firsts[((load + i) >> log) * Shape::kWarps + warp] = i == 0 ? listed : listed_first;
-        }
-      }
-      listed = __dp4a(warp_counts, 0x01010000u, listed_first);
-      full = listed > Lists::kSize;
-      if (full) {
-        shared.full = 1;
-      } else {
-#pragma unroll
-        for (int piece = 0; piece < 4; ++piece) {
-#pragma unroll
-          for (int e = 0; e < kPiece; ++e) {
-            const float value = now[piece / 2].of[piece % 2].values[e];
-            if (value > threshold) {
-              store_shared(list + (places[piece] + above[piece][e]) * unsigned{sizeof(uint2)},
-                           make_uint2(__float_as_uint(value), firsts[piece / 2] + piece % 2 * kWarpPiece + e));
-            }
-          }
-        }
-      }
-      if constexpr (Shape::kCtasPerSm > 1) read_ahead(next, load + kReadAhead);
-      full = __any_sync(~0u, full || *static_cast<volatile int*>(&shared.full) != 0);
-    }
     const int stretches = (run.size() + (1 << log_stretch) - 1) >> log_stretch;
     if (lane == 0) {
       const int last_round = (stretches - warp + Shape::kWarps - 1) / Shape::kWarps;
@@ -257,7 +290,7 @@ struct Filter {
       const unsigned in_list = i * 32 + lane;
       if (in_list < listed) {
         const int id = static_cast<int>(entries[i].y);
-        const unsigned at = shared.firsts[(id - begin) >> log_stretch] + in_list & 0xffff;
+        const unsigned at = shared.firsts[(id - run.first_read) >> log_stretch] + in_list & 0xffff;
         store_shared(to_values + at * unsigned{sizeof(T)}, T(__uint_as_float(entries[i].x)));
         store_shared(to_ids + at * unsigned{sizeof(int)}, id);
       }

@@ -1,8 +1,6 @@
 // Selects the template instance and launches it.
 #pragma once
 
-#include <algorithm>
-
 #include "kernel.cuh"
 #include "params.h"
 #include "sm90/launch.h"
@@ -15,11 +13,11 @@ const char* launch_held(const KernelParams& p, sm90::Grid grid, cudaStream_t str
                                                                         sizeof(HeldStorage<T, Shape>), stream, p);
 }
 
-// Shared memory of a CTA that filters: padded where an SM should take only one.
 template <class T, class Shape>
 constexpr int filter_bytes() {
-  constexpr int kMoreThanHalf = sm90::kMaxSharedBytes / 2 + 1024, kUsed = sizeof(FilterStorage<T, Shape>);
-  return Shape::kCtasPerSm == 1 ? std::max(kMoreThanHalf, kUsed) : kUsed;
+  constexpr int kBytes = sizeof(FilterStorage<T, Shape>);
+  static_assert(Shape::kCtasPerSm > 1 || kBytes > sm90::kMaxSharedBytes / 2 + 1024);  // an SM takes no second CTA
+  return kBytes;
 }
 
 template <class T, bool kSlots, class Shape>

@@ -176,19 +176,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   // All CTAs of a cluster sample the whole row, so that they make the same guess.
   const Run window = run_of(p, g_row, row, 0, 1);
   const bool guesses = window.size() > Shape::kHeld;
-  Sample<T, Shape> sample;
-  for (Piece& piece : sample.pieces) leave_undefined(piece);
-  if (guesses) sample.load(g_row, window);
+  Sample<T, Shape> sample(window.size());
+  if (guesses) {
+    sample.load(g_row, window);
+    filter.start(0, filter.log_chunks());
+  }
   selector.clear(shared.histograms[0]);
   if (threadIdx.x == 0) shared.full = 0;
-  typename Filter<T, Storage>::Load next[kReadAhead];
-  constexpr bool kAheadOfGuess = Shape::kCtasPerSm <= 2;  // with more, registers are few
-  if (kAheadOfGuess) filter.read_ahead(next);
   __syncthreads();
   if (guesses) filter.guess(sample, window.size());
   if (p.ctas > 1) sm90::cluster_wait();  // now other CTAs' shared memory may be written
-  if (!kAheadOfGuess) filter.read_ahead(next);
-  for (bool read_all = filter.read_apart(next);;) {
+  for (bool read_all = guesses && filter.read_apart();;) {
     if (!read_all) read_all = filter.read();
     __syncthreads();
     int ctas = 1;
