@@ -129,6 +129,10 @@ struct Filter {
   using Lists = typename Storage::Lists;
   using Loads = typename Storage::Loads;
   static constexpr int kLaneColumns = Loads::kLaneColumns;
+  // A lane appends candidates either from registers, with a test for each column, or from the slot, in a loop. The loop
+  // takes as long as the lane with the most candidates: it is better the more columns a lane has and the fewer of them
+  // are candidates. From registers, the slot is free for the next load before the candidates are known.
+  static constexpr bool kFromRegisters = kLaneColumns <= 16 && Shape::kCtasPerSm > 1;
 
   // Stretches are of 1 << log_chunks() chunks: long enough that there are at most kStretches.
   __device__ __forceinline__ int log_chunks() const {
@@ -206,6 +210,10 @@ struct Filter {
       Piece pieces[kLaneColumns / kPiece];
 #pragma unroll
       for (int i = 0; i < kLaneColumns; i += kPiece) pieces[i / kPiece] = load_piece(columns + (place ^ i));
+      if constexpr (kFromRegisters) {
+        __syncwarp();
+        start(load + Loads::kSlots, log);
+      }
       unsigned bits = bits_above(pieces, first);
       const unsigned lane_count = __popc(bits), to_lane = sum_to_lane(lane_count);
       const unsigned before = listed + to_lane - lane_count;
@@ -213,7 +221,7 @@ struct Filter {
       if (starts_stretch && chunk_begin < run.end) shared.firsts[(chunk >> log) * Shape::kWarps + warp] = before;
       listed += __shfl_sync(~0u, to_lane, 31);
       if (__any_sync(~0u, listed > Lists::kSize || *static_cast<volatile int*>(&shared.full) != 0)) {
-        shared.full = 1;
+        shared.full = 1;  // other warps may see it later than at once
         break;
       }
       uint32_t to = list + before * unsigned{sizeof(uint2)};
@@ -221,9 +229,7 @@ struct Filter {
         store_shared(to, make_uint2(__float_as_uint(value), first + i));
         to += sizeof(uint2);
       };
-      // A loop takes as long as the lane with the most candidates, and registers have no index: the more columns a lane
-      // has and the fewer of them are candidates, the better it is.
-      if constexpr (kLaneColumns <= 16 && Shape::kCtasPerSm > 1) {
+      if constexpr (kFromRegisters) {
 #pragma unroll
         for (int i = 0; i < kLaneColumns; ++i) {
           if (bits & 0x80000000u >> i) append(pieces[i / kPiece].values[i % kPiece], i);
@@ -234,9 +240,9 @@ struct Filter {
           bits ^= 0x80000000u >> i;
           append(static_cast<float>(columns[place ^ i]), i);
         }
+        __syncwarp();
+        start(load + Loads::kSlots, log);
       }
-      __syncwarp();
-      start(load + Loads::kSlots, log);
     }
     sm90::wait_copies<0>();
     return gather_lists(listed, log + kLogChunk);
