@@ -200,8 +200,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             "indexer_logits_paged_kernel.*bfloat16", paged_shapes, paged.threads, ("HGMMA", "UTMALDG", "SYNCS")
         ),
         # Results are ids, or slots of a cache.
-        "topk_select/launch_ids": Kernels("topk_select_kernel.*Lb0E", select_shapes, select.threads, selection),
-        "topk_select/launch_slots": Kernels("topk_select_kernel.*Lb1E", select_shapes, select.threads, selection),
+        "topk_select/launch_ids": Kernels("topk_select_kernel.*Lb0EEEv", select_shapes, select.threads, selection),
+        "topk_select/launch_slots": Kernels("topk_select_kernel.*Lb1EEEv", select_shapes, select.threads, selection),
         # Two that hold a row in registers, and one for longer rows.
         "indexer_loss/launch": Kernels("indexer_loss_kernel", 2 + 1, 1024, ("LDG.E.128", "MUFU", "SHFL", "STG.E.128")),
         # Dtypes x 1 to 32 warps per row.
