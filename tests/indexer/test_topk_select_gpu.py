@@ -56,8 +56,8 @@ def test_more_rows_than_sms_at_any_address(columns: int, dtype: torch.dtype) -> 
         logits = wide[:, first : first + columns]
         logits.copy_(torch.randn(300, columns, device=DEVICE))
         starts, ends = windows(logits, seed=first)
-        for last in (ends, ends.clamp(min=columns - 5)):
-            check(logits, starts.clamp(max=first), last, 2048)
+        for last, topk in itertools.product((ends, ends.clamp(min=columns - 5)), (2048, 4096)):
+            check(logits, starts.clamp(max=first), last, topk)
 
 
 def adversarial_rows(columns: int) -> dict[str, Tensor]:
@@ -174,7 +174,7 @@ def test_ties_at_zero_above_a_guess_that_ties_below_it(positive: int, rows: int,
 
 @both_dtypes
 def test_rows_too_many_to_be_cut_and_too_long_for_short_stretches(dtype: torch.dtype) -> None:
-    for columns, topk in ((2**17 + 8, 2048), (300001, 4096)):
+    for columns, topk in ((2**17 + 8, 2048), (300001, 2048), (300001, 4096), (600001, 2048)):
         logits = repeated_rows(140, columns, dtype)
         check(logits, *whole(logits), topk)
         check(logits, *windows(logits), topk)

@@ -9,7 +9,7 @@ namespace dsa::topk_select {
 
 inline constexpr int kMaxTopk = 4096;
 inline constexpr int kThreads = 512;            // of the largest CTA
-inline constexpr int kPiece = 4;                // consecutive entries that a thread takes at a time
+inline constexpr int kPiece = 4;                // consecutive entries of a thread
 inline constexpr int kWarpPiece = 32 * kPiece;  // per warp
 inline constexpr int kUnit = 8;                 // columns: a unit is 16-byte aligned, in bf16 too, if its row is
 inline constexpr int kMaxCtas = 8;              // per row: the largest portable cluster
@@ -39,8 +39,8 @@ template <bool kSmall>
 using FilterShape = std::conditional_t<kSmall, Shape<256, 4, 10, 4>, Shape<kThreads, 4, 11, 2>>;
 // For grids of at most one CTA for each SM, which has no room for two.
 using LoneFilterShape = Shape<kThreads, 4, 11, 1, true>;
-inline constexpr int kLongRow = 48 * 1024;  // columns from which on a sample is large
-inline constexpr int kStepPieces = 2;       // that a thread reads at a time
+inline constexpr int kLongRow = 48 * 1024;  // columns; from here on the sample of a small shape is larger
+inline constexpr int kStepPieces = 2;       // that a thread reads at a time if all warps read together
 template <class Shape>
 inline constexpr int kStep = Shape::kThreads * kStepPieces * kPiece;
 template <class Shape>

@@ -52,15 +52,15 @@ struct HeldStorage : SelectorStorage<Shape> {
   Entries<T, kMaxTopk> entries;
 };
 
-// A run in stretches, which the warps read in turn: each warp's list of candidates (value, id), and for each stretch
-// where its candidates begin in the list.
+// Each warp's list of candidates (value, id). The warps read a run in turn, a stretch each.
 template <class Shape>
 struct WarpLists {
   static constexpr int kSize = Shape::kHeld / Shape::kWarps, kStretches = 512;
   uint2 entries[Shape::kWarps][kSize];
 };
-// What a warp loads at a time: chunks of a run, of which each lane reads kLaneColumns consecutive columns. The 16-byte
-// pieces of a lane change places with each other, so that eight lanes that read one each have no bank conflicts.
+// What a warp loads at a time: chunks of a run, of which each lane reads kLaneColumns consecutive columns. The pieces
+// of 16 bytes that a lane reads change places with each other, so that eight lanes that read one each have no bank
+// conflicts.
 inline constexpr int kLogChunk = 8, kChunk = 1 << kLogChunk;  // columns
 template <class T, class Shape>
 struct WarpLoads {
@@ -85,6 +85,8 @@ struct FilterStorage : SelectorStorage<Shape> {
     Entries<T, Shape::kHeld> entries;
     Lists lists;
   };
+  // For each stretch, where its candidates begin in the list of its warp. They end where those of the warp's next
+  // stretch begin, kWarps stretches later.
   uint16_t firsts[Lists::kStretches + Shape::kWarps];
   int full;  // whether a list is full
 };
@@ -111,7 +113,8 @@ __device__ __forceinline__ unsigned key_from(unsigned key) {
     return key < kZeroKey - 0x10000 ? key | 0xffff : (key + 0xffff) & ~0xffffu;
   }
 }
-// The value whose greater values have keys above `key`. No value has the key kZeroKey - 1 (of -0).
+// The value whose greater values have keys above `key`. It is never -0, whose key is kZeroKey - 1, since -0 - 0 has its
+// sign set: see Filter::bits_above. No entry has that key.
 __device__ __forceinline__ float threshold_of(unsigned key) {
   return key == 0 ? -INFINITY : value_of(key - (key == kZeroKey - 1));
 }
@@ -142,7 +145,8 @@ struct Run {
   int begin, end, first_read, columns;  // columns: of the row
 
   __device__ __forceinline__ int size() const { return end - first_read; }  // what is read
-  // The end of the last `unit` columns that lie completely in the row. Columns from there on are read one by one.
+  // The end of the last group of `unit` columns, counted from first_read, that lies completely in the row. Columns from
+  // there on are read one by one.
   __device__ __forceinline__ int whole_end(int unit) const { return first_read + ((columns - first_read) & -unit); }
   __device__ __forceinline__ bool contains(int first, int count) const {
     return first >= begin && first + count <= end;

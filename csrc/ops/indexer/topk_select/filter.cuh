@@ -131,7 +131,8 @@ struct Filter {
   static constexpr int kLaneColumns = Loads::kLaneColumns;
   // A lane appends candidates either from registers, with a test for each column, or from the slot, in a loop. The loop
   // takes as long as the lane with the most candidates: it is better the more columns a lane has and the fewer of them
-  // are candidates. From registers, the slot is free for the next load before the candidates are known.
+  // are candidates. From registers, the slot is free for the next load before the candidates are known, which counts
+  // where a warp has only one.
   static constexpr bool kFromRegisters = kLaneColumns <= 16 && Shape::kCtasPerSm > 1;
 
   // Stretches are of 1 << log_chunks() chunks: long enough that there are at most kStretches.
@@ -151,16 +152,17 @@ struct Filter {
     return selector.shared.loads.slots[threadIdx.x / 32][load % Loads::kSlots];
   }
 
-  // Starts the warp's copies of a load. A piece that does not lie completely in the row is not read.
+  // Starts the warp's copies of a load. Lanes copy neighboring pieces, not those that they read later. A piece that
+  // does not lie completely in the row is not read: it becomes zeros, which do not count.
   __device__ __forceinline__ void start(int load, int log) const {
-    constexpr int kLanes = Loads::kLanesPerChunk, kColumns = Loads::kPieceColumns;
-    const int lane = threadIdx.x % 32, in_chunk = lane % kLanes * kColumns;
+    constexpr int kLanes = Loads::kLanesPerChunk, kPieceColumns = Loads::kPieceColumns;
+    const int lane = threadIdx.x % 32, in_chunk = lane % kLanes * kPieceColumns;
     const int column = column_of(chunk_of(load), log) + in_chunk;
-    const int room = min(run.end + kUnit - 1, run.whole_end(kColumns)) - column - kColumns;
-    const int first = Loads::place_of(lane / kLanes * kChunk + in_chunk);
+    const int room = min(run.end + kUnit - 1, run.whole_end(kPieceColumns)) - column - kPieceColumns;
+    const int place = Loads::place_of(lane / kLanes * kChunk + in_chunk);
 #pragma unroll
-    for (int i = 0; i < kChunk; i += kLanes * kColumns) {
-      const uint32_t to = sm90::shared_address(slot(load) + (first ^ Loads::place_of(i)));
+    for (int i = 0; i < kChunk; i += kLanes * kPieceColumns) {
+      const uint32_t to = sm90::shared_address(slot(load) + (place ^ Loads::place_of(i)));
       sm90::copy_16_bytes(to, g_row + column + i, i <= room ? 16 : 0);
     }
     sm90::commit_copies();

@@ -16,7 +16,9 @@ const char* launch_held(const KernelParams& p, sm90::Grid grid, cudaStream_t str
 template <class T, class Shape>
 constexpr int filter_bytes() {
   constexpr int kBytes = sizeof(FilterStorage<T, Shape>);
-  static_assert(Shape::kCtasPerSm > 1 || kBytes > sm90::kMaxSharedBytes / 2 + 1024);  // an SM takes no second CTA
+  constexpr int kSmBytes = 228 * 1024, kReserved = 1024;  // of an SM; of each CTA
+  static_assert(Shape::kCtasPerSm * (kBytes + kReserved) <= kSmBytes);
+  static_assert((Shape::kCtasPerSm + 1) * (kBytes + kReserved) > kSmBytes);
   return kBytes;
 }
 

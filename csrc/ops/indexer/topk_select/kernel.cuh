@@ -1,7 +1,7 @@
 // Exact top-k of rows of logits, in id order, by radix select.
 //
-// No warp specialization: all warps of a CTA take each step together. A cluster of CTAs takes one row, and each CTA a
-// run of its columns:
+// No warp specialization: all warps of a CTA do the same. A cluster of CTAs takes one row, and each CTA a run of its
+// columns:
 //
 //   sample   guess a threshold that the selected entries will exceed
 //   filter   every entry above the threshold becomes a candidate, in id order
