@@ -2,7 +2,8 @@
 file and plot.
 
 The layer is that of bench_sparse_mla_layer with 128 heads, in bf16; a step is the forward with the indexer's loss, and
-the gradients of all parameters and of the input. "whole" is the layer on one GPU. The others divide its work:
+the gradients of all parameters and of the input. "whole" is the layer on one GPU. The others divide its work among 2, 4
+and 8 ranks, as far as there are so many; on more GPUs several groups of ranks run the same step side by side:
 
 - "tensor": `parallelize(layer, mesh, tensor=...)`: all ranks have the whole sequence, and parts of the weights.
 - "context": `parallelize(layer, mesh, context=...)`: the sequence is divided. The gradients of the weights are summed
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from bench.common import Case, drawing, grouped_bars, make_case, measure_all, parse_arguments, report
+from bench.common import COLOURS, Case, drawing, make_case, measure_all, parse_arguments, report
 from bench.distributed.communication import collectives_ms
 from bench.sparse_mla.bench_sparse_mla_layer import HIDDEN_SIZE, OPERATORS, TOPK
 from dsa_ext.distributed import ParallelSparseMLA, parallelize
@@ -50,15 +51,17 @@ class Spec:
     group: str
     name: str
     seq: int
-    way: str | None  # None: the whole layer on one GPU
+    ranks: int = 1
+    way: str | None = None  # None: the whole layer on one GPU
 
 
-def specs() -> Iterator[Spec]:
+def specs(gpus: int) -> Iterator[Spec]:
     for seq in SEQUENCES:
         group = f"{seq // 1024}K tokens"
-        yield Spec(group, f"s{seq}_whole", seq, None)
-        for way in WAYS:
-            yield Spec(group, f"s{seq}_{way}", seq, way)
+        yield Spec(group, f"s{seq}_whole", seq)
+        for ranks in (2, 4, 8):
+            for way in WAYS if gpus % ranks == 0 else ():
+                yield Spec(group, f"s{seq}_p{ranks}_{way}", seq, ranks, way)
 
 
 def make_layer(heads: int) -> SparseMLA:
@@ -73,18 +76,17 @@ def make_rows(seq: int) -> tuple[Tensor, Tensor]:
     return x.bfloat16(), dout.bfloat16()
 
 
-def sum_gradients(gradients: tuple[Tensor | None, ...]) -> None:
+def sum_gradients(gradients: tuple[Tensor | None, ...], group: dist.ProcessGroup) -> None:
     for gradient in gradients:
         if gradient is not None:
-            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
 
 
 def make_step(spec: Spec, mesh: DeviceMesh) -> tuple[Callable[[], Tensor], Tensor | None]:
     """A step that returns the output, and the rows of it that this rank holds (None for all)."""
     x, dout = make_rows(spec.seq)
-    ranks = mesh.size()
     rows = None
-    layer: Any = make_layer(HEADS // ranks if spec.way == "heads" else HEADS)
+    layer: Any = make_layer(HEADS // spec.ranks if spec.way == "heads" else HEADS)
     if spec.way in ("tensor", "context"):
         layer = parallelize(layer, mesh, **{spec.way: "ranks"})
         assert isinstance(layer, ParallelSparseMLA)
@@ -103,7 +105,7 @@ def make_step(spec: Spec, mesh: DeviceMesh) -> tuple[Callable[[], Tensor], Tenso
             out, loss, _ = layer(x, seq_len=spec.seq) if isinstance(layer, ParallelSparseMLA) else layer(x)
         gradients = torch.autograd.grad([out, loss], leaves, [dout, None])
         if spec.way == "context":
-            sum_gradients(gradients[1:])
+            sum_gradients(gradients[1:], group)
         result: Tensor = out.detach()
         return result
 
@@ -134,15 +136,22 @@ def measure_step(step: Callable[[], Tensor]) -> tuple[float, float]:
 class Measurement:
     """Measures cases one after the other; those of one length are compared with the whole layer."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self) -> None:
         self.out: Tensor | None = None  # of the whole layer
+        self._meshes: dict[int, DeviceMesh] = {}
+
+    def _mesh(self, ranks: int) -> DeviceMesh:
+        """The group of so many ranks that this one is in."""
+        if ranks not in self._meshes:
+            shape = (dist.get_world_size() // ranks, ranks)
+            self._meshes[ranks] = init_device_mesh("cuda", shape, mesh_dim_names=("groups", "ranks"))["ranks"]
+        return self._meshes[ranks]
 
     def __call__(self, spec: Spec, times: dict[str, float]) -> Case:
         if spec.way is None:
             self.out = None
         torch.cuda.empty_cache()
-        step, rows = make_step(spec, self.mesh)
+        step, rows = make_step(spec, self._mesh(spec.ranks))
         out = step()
         error = None
         if spec.way is None:
@@ -154,35 +163,40 @@ class Measurement:
                 raise AssertionError(f"{spec.name}: the output differs from the whole layer's by {error}")
         del out
         ms, peak_mb = measure_step(step)
-        ranks = 1 if spec.way is None else self.mesh.size()
-        args = {"B": 1, "S": spec.seq, "H": HEADS, "K": TOPK, "hidden_size": HIDDEN_SIZE[HEADS], "P": ranks}
+        args = {"B": 1, "S": spec.seq, "H": HEADS, "K": TOPK, "hidden_size": HIDDEN_SIZE[HEADS], "P": spec.ranks}
         others: dict[str, Any] = {"peak_mb": round(peak_mb, 1)}
         if spec.way is not None:
             whole = f"s{spec.seq}_whole"
             others["speedup"] = round(times[whole] / ms, 3)
         if spec.way in ("tensor", "context"):
-            others["predicted_ms"] = round(times[whole] / ranks + collectives_ms(spec.way, spec.seq, ranks), 3)
+            collectives = collectives_ms(spec.way, spec.seq, spec.ranks)
+            others["predicted_ms"] = round(times[whole] / spec.ranks + collectives, 3)
         err = None if error is None else {"similarity": error}
         return make_case(spec.name, spec.group, args, ms, err=err, **others)
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    with drawing(path, 9, len(SEQUENCES)) as axes:
+    with drawing(path, 11, len(SEQUENCES)) as axes:
         for axis, seq in zip(axes, SEQUENCES, strict=True):
-            shown = [case for case in cases if case["args"]["S"] == seq]
-            labels = ["1 GPU", *(case["name"].split("_")[1] for case in shown[1:])]
-            grouped_bars(axis, labels, {"ms": [case["ms"] for case in shown]})
-            ranks = shown[-1]["args"]["P"]
-            axis.set(title=f"training step, {seq // 1024}K tokens, {ranks} GPUs", ylabel="ms")
-            axis.get_legend().remove()
+            whole, *parts = (case for case in cases if case["args"]["S"] == seq)
+            gpus = [1, *sorted({case["args"]["P"] for case in parts})]
+            axis.plot(gpus, gpus, color="lightgrey", label="as many times as GPUs")
+            for way, colour in zip(WAYS, COLOURS, strict=True):
+                of_way = [case for case in parts if case["name"].endswith(way)]
+                axis.plot(gpus, [1, *(case["speedup"] for case in of_way)], "o-", color=colour, label=way)
+                if "predicted_ms" in of_way[0]:
+                    predicted = [1, *(whole["ms"] / case["predicted_ms"] for case in of_way)]
+                    axis.plot(gpus, predicted, "--", color=colour, label=f"{way}, predicted")
+            axis.set(title=f"training step, {seq // 1024}K tokens", xlabel="GPUs", ylabel="speedup", xticks=gpus)
+            axis.legend(fontsize=8)
 
 
 def main() -> None:
     args = parse_arguments(str(__doc__))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    mesh = init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("ranks",))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     try:
-        cases = measure_all(OP, specs(), Measurement(mesh), args.only)
+        cases = measure_all(OP, specs(dist.get_world_size()), Measurement(), args.only)
         if dist.get_rank() == 0:
             report(OP, cases, None if args.only else args.out, plot, "CUDA events, median", OPERATORS)
     finally:
