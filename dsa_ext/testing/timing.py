@@ -41,17 +41,19 @@ def _elapsed_ms(call: Callable[[], object], calls: int) -> float:
     return elapsed
 
 
-def host_us(call: Callable[[], object]) -> float:
-    """Microseconds until `call` returns: the fastest of 30 runs of 100 calls, since other work can only add time.
+def host_us(*calls: Callable[[], object]) -> list[float]:
+    """Microseconds until each of `calls` returns: the fastest of 30 runs of 100 calls, since other work can only add
+    time. The calls run in turn, so that what changes the host's speed for a while changes that of all.
 
     The GPU work must be so small that the GPU keeps up. 100 calls fit in its launch queue.
     """
-    calls = 100
-    runs = []
+    count = 100
+    runs: list[list[float]] = [[] for _ in calls]
     for _ in range(30):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        runs.append((time.perf_counter() - begin) / calls)
-    return min(runs) * 1e6
+        for call, times in zip(calls, runs, strict=True):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            times.append((time.perf_counter() - begin) / count * 1e6)
+    return [min(times) for times in runs]
