@@ -6,8 +6,8 @@ the gradients of all parameters and of the input. "whole" is the layer on one GP
 and 8 ranks, as far as there are so many; on more GPUs several groups of ranks run the same step side by side:
 
 - "tensor": `parallelize(layer, mesh, tensor=...)`: all ranks have the whole sequence, and parts of the weights.
-- "context": `parallelize(layer, mesh, context=...)`: the sequence is divided. The gradients of the weights are summed
-  over ranks at the end, as data parallelism does.
+- "context": `parallelize(layer, mesh, context=...)`: the sequence is divided. Gradients of weights are summed over
+  ranks beside the rest of the backward pass, each as soon as it is there, as data parallelism does.
 - "heads": everything by heads, the usual way: every rank runs the whole indexer, with a loss for its own heads. The
   output, and the gradient of the input, are summed over ranks.
 
@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from bench.common import COLOURS, Case, drawing, make_case, measure_all, parse_arguments, report
 from bench.distributed.communication import collectives_ms
@@ -76,10 +75,17 @@ def make_rows(seq: int) -> tuple[Tensor, Tensor]:
     return x.bfloat16(), dout.bfloat16()
 
 
-def sum_gradients(gradients: tuple[Tensor | None, ...], group: dist.ProcessGroup) -> None:
-    for gradient in gradients:
-        if gradient is not None:
-            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
+def sum_gradients(layer: nn.Module, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Makes every later backward pass sum the gradients of the layer's parameters over ranks. Returns the list of the
+    sums under way, which the caller awaits and removes."""
+    works: list[dist.Work] = []
+
+    def start(parameter: Tensor) -> None:
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(start)
+    return works
 
 
 def make_step(spec: Spec, mesh: DeviceMesh) -> tuple[Callable[[], Tensor], Tensor | None]:
@@ -94,8 +100,8 @@ def make_step(spec: Spec, mesh: DeviceMesh) -> tuple[Callable[[], Tensor], Tenso
             rows = layer.rows_of_rank(spec.seq).cuda()
             x, dout = x[:, rows], dout[:, rows]
     x.requires_grad_()
-    leaves = [x, *layer.parameters()]
     group = mesh.get_group()
+    sums = sum_gradients(layer, group) if spec.way == "context" else []
 
     def step() -> Tensor:
         if spec.way == "heads":
@@ -103,9 +109,11 @@ def make_step(spec: Spec, mesh: DeviceMesh) -> tuple[Callable[[], Tensor], Tenso
             out = summed(out, group)
         else:
             out, loss, _ = layer(x, seq_len=spec.seq) if isinstance(layer, ParallelSparseMLA) else layer(x)
-        gradients = torch.autograd.grad([out, loss], leaves, [dout, None])
-        if spec.way == "context":
-            sum_gradients(gradients[1:], group)
+        x.grad = None
+        layer.zero_grad()
+        torch.autograd.backward([out, loss], [dout, None])
+        while sums:
+            sums.pop().wait()
         result: Tensor = out.detach()
         return result
 
@@ -180,7 +188,7 @@ def plot(cases: list[Case], path: Path) -> None:
         for axis, seq in zip(axes, SEQUENCES, strict=True):
             whole, *parts = (case for case in cases if case["args"]["S"] == seq)
             gpus = [1, *sorted({case["args"]["P"] for case in parts})]
-            axis.plot(gpus, gpus, color="lightgrey", label="as many times as GPUs")
+            axis.plot(gpus, gpus, color="lightgrey", label="linear")
             for way, colour in zip(WAYS, COLOURS, strict=True):
                 of_way = [case for case in parts if case["name"].endswith(way)]
                 axis.plot(gpus, [1, *(case["speedup"] for case in of_way)], "o-", color=colour, label=way)
