@@ -38,6 +38,7 @@ from dsa_ext.testing.tolerances import similarity_error
 OP = "distributed"
 HEADS, SEQUENCES = 128, (32768, 131072)
 WAYS = ("tensor", "context", "heads")
+GPUS = 4  # of the results in bench/results
 #: Of outputs, between the layer on one GPU and on several: cuBLAS may compute products of other numbers of rows in
 #: another way, and then a few selections differ where scores are almost equal.
 SIMILARITY = 1e-3
@@ -54,7 +55,7 @@ class Spec:
     way: str | None = None  # None: the whole layer on one GPU
 
 
-def specs(gpus: int) -> Iterator[Spec]:
+def specs(gpus: int = GPUS) -> Iterator[Spec]:
     for seq in SEQUENCES:
         group = f"{seq // 1024}K tokens"
         yield Spec(group, f"s{seq}_whole", seq)
