@@ -31,8 +31,8 @@ namespace dsa::mhc_pre_bwd {
 
 using namespace dsa::sm90;
 
-inline constexpr int kTokenThreads = 256;
-inline constexpr int kChunk = 64;  // columns: the swizzle has no longer rows
+inline constexpr int kTokenThreads = 128, kTokenCtas = 8;  // of gates_kernel; CTAs per SM
+inline constexpr int kChunk = 64;                          // columns: the swizzle has no longer rows
 inline constexpr int kChunks = kColumns / kChunk, kStages = 4;
 inline constexpr int kGroups = 4;  // per warp, of 8 columns
 inline constexpr int kReduceColumns = 192, kReduceParts = 4, kReduceThreads = kReduceColumns * kReduceParts;
@@ -57,14 +57,20 @@ __device__ __forceinline__ float* padding_after_row(__nv_bfloat16* row) {
   return reinterpret_cast<float*>(row + Shape<kStreams>::kSteps * 16);
 }
 
-// One CTA per token.
+// 8 columns of a token's dh_in, and of its streams.
 template <int kStreams>
-__global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_constant__ Params p) {
+struct Pieces {
+  Piece upstream, streams[kStreams];
+};
+
+// One CTA per token, the last one first: the next kernel begins with the first ones, of which L2 then has many.
+template <int kStreams>
+__global__ void __launch_bounds__(kTokenThreads, kTokenCtas) gates_kernel(const __grid_constant__ Params p) {
   constexpr int kMixed = Shape<kStreams>::kMixed, kPitch = Shape<kStreams>::kPitch;
   constexpr int kTokenWarps = kTokenThreads / kWarpThreads;
   launch_dependents();
   __shared__ float warp_sums[kTokenWarps][kStreams];
-  const int64_t token = blockIdx.x;
+  const int64_t token = gridDim.x - 1 - blockIdx.x;
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads, pieces = p.columns / kPieceColumns;
   auto* g_high = static_cast<__nv_bfloat16*>(p.dh_mix) + token * kPitch;
   auto* g_low = g_high + int64_t{p.padded_tokens} * kPitch;
@@ -75,13 +81,23 @@ __global__ void __launch_bounds__(kTokenThreads) gates_kernel(const __grid_const
   const auto* g_x = static_cast<const Piece*>(p.x) + token * kStreams * pieces;
   const auto* g_dh_in = static_cast<const Piece*>(p.dh_in) + token * pieces;
   float sums[kStreams] = {};
+  const auto load = [&](int piece) {
+    Pieces<kStreams> loaded;
+    if (piece < pieces) {
+      loaded.upstream = g_dh_in[piece];
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) loaded.streams[i] = g_x[i * pieces + piece];
+    }
+    return loaded;
+  };
+  Pieces<kStreams> next = load(threadIdx.x);
   for (int piece = threadIdx.x; piece < pieces; piece += kTokenThreads) {
-    const Piece upstream = g_dh_in[piece];
+    const Pieces<kStreams> now = next;
+    next = load(piece + kTokenThreads);
 #pragma unroll
     for (int i = 0; i < kStreams; ++i) {
-      const Piece stream = g_x[i * pieces + piece];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sums[i] += dot_bf16(stream.words[j], upstream.words[j]);
+      for (int j = 0; j < 4; ++j) sums[i] += dot_bf16(now.streams[i].words[j], now.upstream.words[j]);
     }
   }
 #pragma unroll
@@ -133,15 +149,16 @@ struct ColumnStorage {
   uint64_t full[kStages], done[kStages];
 };
 
-// A CTA's run of tiles of tokens.
+// A CTA's run of tiles of tokens: every p.runs-th tile, so that all CTAs read tokens that are near each other.
 struct Run {
-  int first_column, first_tile, end_tile, index;
+  int first_column, index, count, step;
+
+  __device__ __forceinline__ int tile(int i) const { return index + i * step; }
 
   __device__ __forceinline__ explicit Run(const Params& p) {
     const int slices = p.columns / kColumns, tiles = (p.tokens - 1) / kTokens + 1;
     first_column = blockIdx.x % slices * kColumns, index = blockIdx.x / slices;
-    first_tile = static_cast<int>(int64_t{tiles} * index / p.runs);
-    end_tile = static_cast<int>(int64_t{tiles} * (index + 1) / p.runs);
+    step = p.runs, count = (tiles - index + p.runs - 1) / p.runs;
   }
 };
 
@@ -151,38 +168,37 @@ __device__ __forceinline__ void copy_tiles(ColumnStorage<kStreams>& shared, cons
                                            const CUtensorMap& x_map, const CUtensorMap& dh_in_map,
                                            const CUtensorMap& dx_map) {
   constexpr int kPitch = Shape<kStreams>::kPitch;
-  const auto slot_of = [&](int tile) { return (tile - run.first_tile) % kStages; };
-  const auto copy_inputs = [&](int tile) {
-    auto& stage = shared.stages[slot_of(tile)];
-    uint64_t* full = &shared.full[slot_of(tile)];
+  const auto copy_inputs = [&](int i) {
+    auto& stage = shared.stages[i % kStages];
+    uint64_t* full = &shared.full[i % kStages];
     arrive_and_expect(full, sizeof(stage.x) + sizeof(stage.dh_in) + sizeof(stage.dh_mix));
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const HeadTile at{run.first_column + chunk * kChunk, tile * kTokens, 0, 0, 0};
+      const HeadTile at{run.first_column + chunk * kChunk, run.tile(i) * kTokens, 0, 0, 0};
       tma_load_once(stage.x[chunk], &x_map, at, full);
       tma_load_once(stage.dh_in[chunk], &dh_in_map, at, full);
     }
   };
-  const auto copy_gates = [&](int tile) {
-    const auto* g_dh_mix = static_cast<const __nv_bfloat16*>(p.dh_mix) + int64_t{tile} * kTokens * kPitch;
-    for (auto& part : shared.stages[slot_of(tile)].dh_mix) {
-      bulk_load(part, g_dh_mix, sizeof(part), &shared.full[slot_of(tile)]);
+  const auto copy_gates = [&](int i) {
+    const auto* g_dh_mix = static_cast<const __nv_bfloat16*>(p.dh_mix) + int64_t{run.tile(i)} * kTokens * kPitch;
+    for (auto& part : shared.stages[i % kStages].dh_mix) {
+      bulk_load(part, g_dh_mix, sizeof(part), &shared.full[i % kStages]);
       g_dh_mix += int64_t{p.padded_tokens} * kPitch;
     }
   };
-  const int ahead = min(run.end_tile, run.first_tile + kStages);
-  for (int tile = run.first_tile; tile < ahead; ++tile) copy_inputs(tile);
+  const int ahead = min(run.count, kStages);
+  for (int i = 0; i < ahead; ++i) copy_inputs(i);
   wait_for_preceding_kernel();
-  for (int tile = run.first_tile; tile < ahead; ++tile) copy_gates(tile);
-  for (int tile = run.first_tile; tile < run.end_tile; ++tile) {
-    wait(&shared.done[slot_of(tile)], (tile - run.first_tile) / kStages % 2);
+  for (int i = 0; i < ahead; ++i) copy_gates(i);
+  for (int i = 0; i < run.count; ++i) {
+    wait(&shared.done[i % kStages], i / kStages % 2);
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      tma_store(&dx_map, shared.stages[slot_of(tile)].x[chunk],
-                {run.first_column + chunk * kChunk, tile * kTokens, 0, 0, 0});
+      tma_store(&dx_map, shared.stages[i % kStages].x[chunk],
+                {run.first_column + chunk * kChunk, run.tile(i) * kTokens, 0, 0, 0});
     }
     tma_store_commit();
     // Refill the stage of the tile before, whose stores have been read meanwhile.
-    const int next = tile - 1 + kStages;
-    if (tile > run.first_tile && next < run.end_tile) {
+    const int next = i - 1 + kStages;
+    if (i > 0 && next < run.count) {
       tma_store_wait_read<1>();
       copy_inputs(next);
       copy_gates(next);
@@ -244,7 +260,7 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
   }
 
   float sums[kSteps][kGroups][4] = {};  // G of 16 rows of phi and 8 columns each
-  for (int i = 0; i < run.end_tile - run.first_tile; ++i) {
+  for (int i = 0; i < run.count; ++i) {
     auto& stage = shared.stages[i % kStages];
     wait(&shared.full[i % kStages], i / kStages % 2);
     char* x_tile = reinterpret_cast<char*>(stage.x[chunk][stream]);
