@@ -45,7 +45,7 @@ test-gpu: build
 	$(PY) -m pytest -m "timing or gpu_memory"
 
 bench: build
-	for bench in bench/*/bench_*.py; do $(PY) -m $$(echo $${bench%.py} | tr / .) || exit 1; done
+	for bench in $(filter-out %/bench_distributed.py, $(wildcard bench/*/bench_*.py)); do $(PY) -m $$(echo $${bench%.py} | tr / .) || exit 1; done
 
 # Which results were measured with other kernels than today's; fails if there are any.
 stale:

@@ -62,7 +62,8 @@ HEADLINES = (
         "indexer_logits_paged",
         "h64_1x131072_n1",
         "Indexer logits from a paged cache in fp8, 131072 keys, 64 heads: **{us:.1f} µs**, {ratio:.2f} times {peer} "
-        "({low:.2f} to {high:.2f}: {library} is faster with two tokens of 8 sequences and more).",
+        "({low:.2f} to {high:.2f}: {library} is faster with two tokens of 8 sequences and more, "
+        "and with one token of 128 on 131072 keys).",
     ),
     (
         "sparse_mla_layer",
@@ -158,7 +159,7 @@ def block(name: str, page: Path) -> str:
         return transformers_steps(json.loads(path.read_text())["cases"])
     result = json.loads(path.read_text())
     has_peer = any(case["peer"] for case in result["cases"])
-    what = f"Speed of {name} relative to its peers" if has_peer else f"Time of {name}"
+    what = f"Speed of {name} relative to its peers" if has_peer else f"Measurements of {name}"
     lines = [
         f"{result['gpu']}, driver {result['driver']}, CUDA {result['cuda']}, torch {result['torch']}; "
         f"{result['timer']}; kernels `{result['kernels_sha256'][:12]}`.",

@@ -2,18 +2,20 @@
 file and plot.
 
 The layer is that of bench_sparse_mla_layer with 128 heads, in bf16; a step is the forward with the indexer's loss, and
-the gradients of all parameters and of the input. "whole" is the layer on one GPU. The others divide its work among 2, 4
-and 8 ranks, as far as there are so many; on more GPUs several groups of ranks run the same step side by side:
+the gradients of all parameters and of the input. "whole" is the layer on one GPU, and all GPUs run it at once. The
+others divide its work among 2, 4 and 8 ranks, up to the number of GPUs; if there are more GPUs than that, several
+groups of ranks run the same step side by side:
 
 - "tensor": `parallelize(layer, mesh, tensor=...)`: all ranks have the whole sequence, and parts of the weights.
 - "context": `parallelize(layer, mesh, context=...)`: the sequence is divided. Gradients of weights are summed over
   ranks beside the rest of the backward pass, each as soon as it is there, as data parallelism does.
 - "heads": everything by heads, the usual way: every rank runs the whole indexer, with a loss for its own heads. The
-  output, and the gradient of the input, are summed over ranks.
+  output, and the gradient of the input, are summed over ranks; the gradients of the indexer's weights are not.
 
 All ranks begin a step together. Its time is that of the slowest rank; the median of as many steps as fit in a second,
-at most ten. The outputs of "tensor" and "context" are checked against the whole layer's.
-`predicted_ms` is the whole layer's time divided by the ranks, and the collectives one after the other.
+at least one and at most ten. The memory is what a step needs besides the gradients, which remain until the next step.
+The outputs of "tensor" and "context" are checked against the whole layer's. `predicted_ms` is the whole layer's time
+divided by the ranks, and the collectives one after the other.
 """
 
 import os
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench.common import COLOURS, Case, drawing, make_case, measure_all, parse_arguments, report
+from bench.common import Case, drawing, make_case, measure_all, parse_arguments, report
 from bench.distributed.communication import collectives_ms
 from bench.sparse_mla.bench_sparse_mla_layer import HIDDEN_SIZE, OPERATORS, TOPK
 from dsa_ext.distributed import ParallelSparseMLA, parallelize
@@ -115,6 +117,7 @@ def make_step(spec: Spec, mesh: DeviceMesh) -> tuple[Callable[[], Tensor], Tenso
         torch.autograd.backward([out, loss], [dout, None])
         while sums:
             sums.pop().wait()
+        assert all(leaf.grad is not None for leaf in (x, *layer.parameters()))
         result: Tensor = out.detach()
         return result
 
@@ -174,12 +177,12 @@ class Measurement:
         ms, peak_mb = measure_step(step)
         args = {"B": 1, "S": spec.seq, "H": HEADS, "K": TOPK, "hidden_size": HIDDEN_SIZE[HEADS], "P": spec.ranks}
         others: dict[str, Any] = {"peak_mb": round(peak_mb, 1)}
-        if spec.way is not None:
-            whole = f"s{spec.seq}_whole"
-            others["speedup"] = round(times[whole] / ms, 3)
-        if spec.way in ("tensor", "context"):
+        whole = times.get(f"s{spec.seq}_whole")
+        if whole is not None:
+            others["speedup"] = round(whole / ms, 4)
+        if whole is not None and spec.way in ("tensor", "context"):
             collectives = collectives_ms(spec.way, spec.seq, spec.ranks)
-            others["predicted_ms"] = round(times[whole] / spec.ranks + collectives, 3)
+            others["predicted_ms"] = round(whole / spec.ranks + collectives, 3)
         err = None if error is None else {"similarity": error}
         return make_case(spec.name, spec.group, args, ms, err=err, **others)
 
@@ -189,8 +192,8 @@ def plot(cases: list[Case], path: Path) -> None:
         for axis, seq in zip(axes, SEQUENCES, strict=True):
             whole, *parts = (case for case in cases if case["args"]["S"] == seq)
             gpus = [1, *sorted({case["args"]["P"] for case in parts})]
-            axis.plot(gpus, gpus, color="lightgrey", label="linear")
-            for way, colour in zip(WAYS, COLOURS, strict=True):
+            axis.plot(gpus, gpus, ":", color="black", linewidth=1, label="linear")
+            for way, colour in zip(WAYS, ("C0", "C1", "C2"), strict=True):
                 of_way = [case for case in parts if case["name"].endswith(way)]
                 axis.plot(gpus, [1, *(case["speedup"] for case in of_way)], "o-", color=colour, label=way)
                 if "predicted_ms" in of_way[0]:
@@ -202,6 +205,8 @@ def plot(cases: list[Case], path: Path) -> None:
 
 def main() -> None:
     args = parse_arguments(str(__doc__))
+    if os.environ.get("WORLD_SIZE") not in ("2", "4", "8"):
+        raise SystemExit("start it by torchrun --nproc-per-node 2, 4 or 8")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     try:
