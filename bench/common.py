@@ -38,7 +38,7 @@ TIMER = "triton.testing.do_bench, median" if do_bench else "CUDA events, L2 flus
 
 def parse_arguments(doc: str) -> argparse.Namespace:
     """The arguments `only` and `out`. Without a Hopper GPU the program exits with an error."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in OP/NAME; writes no file")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
     args = parser.parse_args()

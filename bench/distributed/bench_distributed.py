@@ -179,7 +179,7 @@ class Measurement:
         others: dict[str, Any] = {"peak_mb": round(peak_mb, 1)}
         whole = times.get(f"s{spec.seq}_whole")
         if whole is not None:
-            others["speedup"] = round(whole / ms, 4)
+            others["speedup"] = round(whole / ms, 6)
         if whole is not None and spec.way in ("tensor", "context"):
             collectives = collectives_ms(spec.way, spec.seq, spec.ranks)
             others["predicted_ms"] = round(whole / spec.ranks + collectives, 3)
