@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench.common import Case, drawing, make_case, measure_all, parse_arguments, report
-from bench.distributed.communication import collectives_ms
+from bench.distributed.communication import predicted_ms
 from bench.sparse_mla.bench_sparse_mla_layer import HIDDEN_SIZE, OPERATORS, TOPK
 from dsa_ext.distributed import ParallelSparseMLA, parallelize
 from dsa_ext.distributed.collectives import shared, summed
@@ -181,8 +181,7 @@ class Measurement:
         if whole is not None:
             others["speedup"] = round(whole / ms, 6)
         if whole is not None and spec.way in ("tensor", "context"):
-            collectives = collectives_ms(spec.way, spec.seq, spec.ranks)
-            others["predicted_ms"] = round(whole / spec.ranks + collectives, 3)
+            others["predicted_ms"] = round(predicted_ms(whole, spec.way, spec.seq, spec.ranks), 3)
         err = None if error is None else {"similarity": error}
         return make_case(spec.name, spec.group, args, ms, err=err, **others)
 

@@ -43,6 +43,11 @@ def collectives_ms(way: str, tokens: int, ranks: int, bandwidth: float = NVLINK)
     return sum(sent_bytes(way, tokens, ranks).values()) / bandwidth / 1e6
 
 
+def predicted_ms(whole_ms: float, way: str, tokens: int, ranks: int) -> float:
+    """Milliseconds of a step on `ranks` GPUs of a host, of which one takes `whole_ms`."""
+    return whole_ms / ranks + collectives_ms(way, tokens, ranks)
+
+
 def main() -> None:
     """Predicts steps on 8 GPUs of a host, and on 8 such hosts: along `context` between hosts, `tensor` within each."""
     print("| tokens | one GPU, measured | 8 GPUs, `tensor` | 8 GPUs, `context` | 64 GPUs, both |")
@@ -51,13 +56,13 @@ def main() -> None:
         if not case["name"].endswith("whole"):
             continue
         tokens, ms = case["args"]["S"], case["ms"]
-        tensor, context = (collectives_ms(way, tokens, 8) for way in ("tensor", "context"))
+        tensor, context = (predicted_ms(ms, way, tokens, 8) for way in ("tensor", "context"))
         # Between hosts: the keys of all ranks, and the sum of the gradients of the weights that a GPU holds.
         keys = sent_bytes("context", tokens, 8)[KEYS]
         gradients = 2 * BF16 * (DIVIDED / 8 + REPLICATED) * 7 / 8
         between = (keys + gradients) / NETWORK / 1e6
         within = collectives_ms("tensor", tokens // 8, 8)
-        cells = [ms / 8 + tensor, ms / 8 + context, ms / 64 + within + between]
+        cells = [tensor, context, ms / 64 + within + between]
         print(f"| {tokens} | {ms:.0f} ms | " + " | ".join(f"{cell:.1f} ms" for cell in cells) + " |")
 
 
