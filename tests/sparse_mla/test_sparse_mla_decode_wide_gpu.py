@@ -55,7 +55,7 @@ def test_scales_of_any_size(heads: int, d_qk: int, batch_invariant: bool) -> Non
     x = torch.rand(BLOCKS * PAGE, 4, device=DEVICE)
     for scales in scales_of_any_size(x).values():
         check(q, with_scales(cache, scales), ids, batch_invariant=batch_invariant)
-    for magnitude in (2.0**60, 2.0**-60):
+    for magnitude in (2.0**110, 2.0**60, 2.0**-60, 2.0**-98):
         scaled = (q.float() * magnitude).bfloat16()
         check(scaled, with_scales(cache, x / 100 / magnitude), ids, batch_invariant=batch_invariant)
 

@@ -12,18 +12,17 @@
 //                                                    each key of tile j+3 to the registers of
 //                                                    one that is unpacked
 //   value 1 (back)    probs_written                  O[:, 256:512) = O * rescale + P V            probs_read
-//                                                    the same of the other columns; copies the    full_back[j+2]
-//                                                    tail of tile j+2 by cp.async
+//                                                    the same of the other columns                full_back[j+2]
 //   value 0, 1        finished                       scale and store O
 //
 // Unpacking overlaps with the products of values: with 16 heads it begins when they have been started. With 32 heads,
-// whose products take longer, the first key's first half of the columns is unpacked between them, the second key's
-// after they have been started, and the other halves when they are complete.
+// whose products take longer, of a thread's four keys the first two are unpacked between them, the others after they
+// have been started: one scale's columns of each key, and the other scale's when the products are complete.
 //
 // P is double-buffered, so that the scores of a tile need not wait for the values of the one before.
 //
 // The sums of S^T of each group of columns are kept apart until all of them are complete, and then multiplied by the
-// group's factors, which are those of a row.
+// group's scales, which are those of a row.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -205,7 +204,7 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
       for (int r = 0; r < 2; ++r) {
         visible[r] = shared.visible[at.slot][row + 8 * r];
 #pragma unroll
-        for (int g = 0; g < kScaleGroups; ++g) factors[r][g] = shared.factors[at.slot][g][row + 8 * r];
+        for (int g = 0; g < kScaleGroups; ++g) factors[r][g] = scale_factor(shared.scales[at.slot][g][row + 8 * r]);
       }
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_sums);
@@ -289,10 +288,10 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
   constexpr int kRows = kValueColumns / 2;  // of O^T, columns of O
   constexpr int kChunks = kRows / kChunkColumns, kGroups = kScaleGroups / 2;
   using Feeder = NarrowFeeder<kColumns, kHeads, kBack>;
-  // Chunks of each key that are unpacked before the products are awaited, as many as there are registers for; and keys
+  // Loads of each key that are unpacked before the products are awaited, as many as there are registers for; and keys
   // of which this happens between the products.
-  constexpr int kEarlyChunks = kHeads == 16 ? kChunks : kChunks / 2;
-  constexpr int kKeysBetween = kHeads == 16 ? 0 : 1;
+  constexpr int kLoads = Feeder::kLoads, kEarlyLoads = kHeads == 16 ? kLoads : kLoads / 2;
+  constexpr int kKeysBetween = kHeads == 16 ? 0 : 2;
   constexpr int kBarrier = kBack ? kBackBarrier : kFrontBarrier;
 
   NarrowValueMma<kHeads> mma;
@@ -327,14 +326,14 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
       // The tile that will replace this one. Keys are unpacked between the products without a branch: at the end of all
       // items for nothing. Pieces of the others are undefined there.
       const bool has_keys = feeder.has_keys;
-      uint4 pieces[Feeder::kKeys][kChunks][2];
+      uint4 pieces[Feeder::kKeys][kLoads][2];
 #pragma unroll
-      for (int r = kKeysBetween; r < Feeder::kKeys; ++r) feeder.template leave_undefined<0, kEarlyChunks>(r, pieces);
+      for (int r = kKeysBetween; r < Feeder::kKeys; ++r) feeder.template leave_undefined<0, kEarlyLoads>(r, pieces);
       warpgroup_fence_operand(r_o);
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < kTileRows / kStepColumns; ++k) {
-        if (0 < k && k <= kEarlyChunks && kKeysBetween > 0) feeder.unpack_chunk(0, k - 1, pieces);
+        if (0 < k && k <= kKeysBetween) feeder.template unpack_key<0, kEarlyLoads>(k - 1, pieces);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           const int group = (kBack ? kGroups : 0) + chunk / (kChunks / kGroups);
@@ -346,16 +345,23 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
-      // P tells that the scores are done: nobody reads the tail and the factors any more. Chunks that are unpacked make
+      // P tells that the scores are done: nobody reads the tail and the scales any more. Keys that are unpacked make
       // room for those of the next tile.
       if (has_keys) {
-        feeder.copy_tail(at.slot);
-        feeder.store_factors(at.slot);
-        feeder.find_keys();
+        feeder.store_notes(at.slot);
+        feeder.find_key();
+        const auto unpack_early = [&](auto after_key) {
 #pragma unroll
-        for (int r = 0; r < Feeder::kKeys; ++r) {
-          if (r >= kKeysBetween) feeder.template unpack_key<0, kEarlyChunks>(r, pieces);
-          if (feeder.has_keys) feeder.template load_key<0, kEarlyChunks>(r);
+          for (int r = 0; r < Feeder::kKeys; ++r) {
+            if (r >= kKeysBetween) feeder.template unpack_key<0, kEarlyLoads>(r, pieces);
+            after_key(r);
+          }
+        };
+        // Two copies of it: a branch for each key takes 1 % longer.
+        if (feeder.has_keys) {
+          unpack_early([&](int r) { feeder.template load_key<0, kEarlyLoads>(r); });
+        } else {
+          unpack_early([](int) {});
         }
       }
       warpgroup_wait<0>();
@@ -363,11 +369,11 @@ __device__ __forceinline__ void accumulate_narrow(NarrowStorage<kColumns, kHeads
       arrive(&shared.probs_read[probs_at.slot]);
       if (has_keys) {
         sync_warpgroup<kBarrier>();
-        feeder.template store_keys<0, kEarlyChunks>(at.slot, pieces);
-        feeder.template unpack_keys<kEarlyChunks, kChunks>(pieces);
-        feeder.template store_keys<kEarlyChunks, kChunks>(at.slot, pieces);
+        feeder.template store_keys<0, kEarlyLoads>(at.slot, pieces);
+        feeder.template unpack_keys<kEarlyLoads, kLoads>(pieces);
+        feeder.template store_keys<kEarlyLoads, kLoads>(at.slot, pieces);
         feeder.signal(at.slot);
-        if (kEarlyChunks < kChunks) feeder.template load_keys<kEarlyChunks, kChunks>();
+        if (kEarlyLoads < kLoads) feeder.template load_keys<kEarlyLoads, kLoads>();
       }
       at.advance();
       probs_at.advance();
@@ -390,7 +396,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kNarrowStages; ++i) {
       barrier_init(&shared.full_front[i], kWarpgroupThreads);
-      barrier_init(&shared.full_back[i], kColumns > kPackedColumns ? 2 * kWarpgroupThreads : kWarpgroupThreads);
+      barrier_init(&shared.full_back[i], kWarpgroupThreads);
     }
     for (int i = 0; i < kProbsStages; ++i) {
       barrier_init(&shared.probs_written[i], kWarpgroupThreads);

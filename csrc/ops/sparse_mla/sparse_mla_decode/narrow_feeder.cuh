@@ -1,10 +1,11 @@
 // How keys get into tiles, in the kernel of few heads: a value warpgroup loads its half of the columns of packed keys
-// to registers, one tile ahead, and stores them as bf16. The tail needs no conversion: the back half has it copied to
-// the tile, as soon as the scores of the tile before it in the slot are done.
+// to registers, one tile ahead, and stores them as bf16. So does it with the tails of half of the keys, which need no
+// conversion. Scales are left to the scores and P.
 //
-// A thread has two keys of a tile, 32 rows apart, which it shares with three neighbors. Each loads 16 bytes of every
-// 64: these become two pieces of a row of a chunk. Eight lanes in a row store pieces of two rows, one odd and one even:
-// to different banks.
+// A lane finds the address of one of its warp's 16 keys, and loads its scales. Eight lanes load 128 columns of a key at
+// once, 16 bytes each: these become two pieces of a row of a chunk. Lanes are in an order in which every eight write
+// two neighboring rows of one chunk, and different banks: bit 4 and bit 2 of the lane are the key, bit 3 is the chunk,
+// and bits 1 and 0 the 16 columns.
 #pragma once
 
 #include "narrow_storage.cuh"
@@ -18,39 +19,46 @@ namespace dsa::sparse_mla_decode {
 
 template <int kColumns, int kHeads, bool kBack>
 struct NarrowFeeder {
-  static constexpr int kKeys = 2, kKeyStep = kTileRows / kKeys;
-  static constexpr int kChunks = kValueChunks / 2, kGroups = kScaleGroups / 2;  // of a half
-  static constexpr int kGroupChunks = kChunks / kGroups;
-  static constexpr int kLanesPerKey = 4, kLoadBytes = 16 * kLanesPerKey;
-  static constexpr int kTailCopies = kBack ? (kColumns - kPackedColumns) * 2 / kLoadBytes : 0;  // of a key
-  static_assert(kChunkColumns == kLoadBytes && kTailCopies % 2 == 0);
+  static constexpr int kWarpKeys = 4, kKeyStep = kWarpKeys * kWarpsPerWarpgroup;  // at once, by a warp and all of them
+  static constexpr int kKeys = kTileRows / kKeyStep;                              // that a thread has columns of
+  static constexpr int kLoads = kScaleGroups / 2;                                 // of a key's half
+  static constexpr int kLoadChunks = kScaleColumns / kChunkColumns, kGroups = kLoads, kChunks = kLoads * kLoadChunks;
+  static constexpr int kTailKeys = kColumns > kPackedColumns ? kKeys / 2 : 0, kFirstTailKey = kBack * kTailKeys;
+  static_assert(kKeys * kWarpKeys * 2 == kWarpThreads && kLoadChunks == 2);
 
   NarrowStorage<kColumns, kHeads>& shared;
   const KernelParams& p;
-  // Ids of the tile after the one in registers.
+  // The lane's key of the tile after the one in registers.
   int next_item = blockIdx.x;
-  int tiles_left = 0;  // of the item, after the tile of `ids`
-  int slots_left;      // of the item, from this thread's first row of the next tile on
+  int tiles_left = 0;  // of the item, after the tile of `id`
+  int slots_left;      // of the item, from the lane's key of the next tile on
   const int* g_ids;
-  int ids[kKeys];
+  int id;
   bool has_ids;
-  // The tile in registers.
-  bool has_keys;
-  unsigned visible;  // bit r: the r-th row is a key
-  const char* g_keys[kKeys];
-  float2 scales[kKeys];
-  uint4 packed[kKeys][kChunks];
+  // The tile in registers: first what the lane knows of its own key.
+  bool has_keys, visible;
+  const char* g_key;
+  float2 scales;
+  uint4 packed[kKeys][kLoads], tail[kTailKeys > 0 ? kTailKeys : 1];
 
   __device__ __forceinline__ NarrowFeeder(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p)
       : shared(shared), p(p) {}
 
-  // The thread's first row of a tile, and its 16 bytes of 64.
-  static __device__ __forceinline__ int row() { return unsigned(thread_index()) % kWarpgroupThreads / kLanesPerKey; }
-  static __device__ __forceinline__ int lane_of_key() { return unsigned(thread_index()) % kLanesPerKey; }
-  // The i-th piece of the tail that this thread copies: rows with different parity differ, as for the other columns.
-  static __device__ __forceinline__ int tail_piece(int i) {
-    return i / 2 * 8 + (i % 2 ^ row() % 2) * kLanesPerKey + lane_of_key();
+  static __device__ __forceinline__ int lane() { return unsigned(thread_index()) % kWarpThreads; }
+  static __device__ __forceinline__ int first_row() {
+    return unsigned(thread_index()) % kWarpgroupThreads / kWarpThreads * kWarpKeys;
   }
+  // Which of the keys at once the thread has columns of, and its first row of a tile.
+  static __device__ __forceinline__ int key_at_once() { return lane() / 16 * 2 + lane() / 4 % 2; }
+  static __device__ __forceinline__ int row() { return first_row() + key_at_once(); }
+  // The lane's own key; half of the lanes have the same as the others.
+  static __device__ __forceinline__ int own_row() {
+    return first_row() + lane() / kWarpKeys % kKeys * kKeyStep + lane() % kWarpKeys;
+  }
+  // The lane whose own key is this thread's r-th.
+  static __device__ __forceinline__ int owner(int r) { return r * kWarpKeys + key_at_once(); }
+  // This thread's 16 bytes of the tail: rows with different parity differ in the half that eight lanes in a row have.
+  static __device__ __forceinline__ int tail_piece() { return (lane() / 8 % 2 ^ lane() / 4 % 2) * 4 + lane() % 4; }
 
   __device__ __forceinline__ void load_ids() {
     if (tiles_left == 0) {
@@ -59,47 +67,36 @@ struct NarrowFeeder {
       const Item item(p, next_item);
       next_item += gridDim.x;
       tiles_left = item.tiles;
-      const int first_slot = item.first_tile * kTileKeys + row();
+      const int first_slot = item.first_tile * kTileKeys + own_row();
       slots_left = item.slot_end - first_slot;
       g_ids = item.indices(p) + first_slot;
     }
-#pragma unroll
-    for (int r = 0; r < kKeys; ++r) ids[r] = r * kKeyStep < slots_left ? __ldg(g_ids + r * kKeyStep) : -1;
+    id = slots_left > 0 ? __ldg(g_ids) : -1;
     g_ids += kTileKeys;
     slots_left -= kTileKeys;
     --tiles_left;
   }
 
-  // Finds the keys of `ids`.
-  __device__ __forceinline__ void find_keys() {
+  // Finds the key of `id`, and starts to load its scales and the next id.
+  __device__ __forceinline__ void find_key() {
     has_keys = has_ids;
     if (!has_ids) return;
-    // Addresses of all ids, so that there is no branch.
-    g_keys[0] = p.key(ids[0]), g_keys[1] = p.key(ids[1]);
-    hold(g_keys[0], g_keys[1]);
-    visible = 0;
-#pragma unroll
-    for (int r = 0; r < kKeys; ++r) {
-      const bool is_key = static_cast<unsigned>(ids[r]) < static_cast<unsigned>(p.slots);
-      visible |= is_key << r;
-      if (!is_key) g_keys[r] = reinterpret_cast<const char*>(g_zeros);
-    }
-    hold(g_keys[0], g_keys[1]);
+    g_key = p.key(id);  // of any id, so that there is no branch
+    visible = static_cast<unsigned>(id) < static_cast<unsigned>(p.slots);
+    if (!visible) g_key = reinterpret_cast<const char*>(g_zeros);
+    scales = __ldg(reinterpret_cast<const float2*>(g_key + kPackedColumns + kBack * kGroups * 4));
+    load_ids();
   }
-
-  // Starts to load chunks [kFirst, kEnd) of the r-th; with the last one its scales, and after those of the last key the
-  // next ids.
+  // Starts loads [kFirst, kEnd) of the r-th key, with the last one that of the tail.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void load_key(int r) {
-    if (kEnd == kChunks) {
-      scales[r] = __ldg(reinterpret_cast<const float2*>(g_keys[r] + kPackedColumns + kBack * kGroups * 4));
-    }
-    const char* g_columns = g_keys[r] + lane_of_key() * 16;
+    const char* g = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(g_key), owner(r)));
+    const char* g_columns = g + (lane() / 8 % 2 * 4 + lane() % 4) * 16;
 #pragma unroll
-    for (int chunk = kFirst; chunk < kEnd; ++chunk) {
-      packed[r][chunk] = load_once(g_columns + (kBack * kChunks + chunk) * kLoadBytes);
+    for (int i = kFirst; i < kEnd; ++i) packed[r][i] = load_once(g_columns + (kBack * kLoads + i) * kScaleColumns);
+    if (kEnd == kLoads && kFirstTailKey <= r && r < kFirstTailKey + kTailKeys) {
+      tail[r - kFirstTailKey] = load_once(g + kPackedColumns + kScaleBytes + tail_piece() * 16);
     }
-    if (kEnd == kChunks && r == kKeys - 1) load_ids();
   }
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void load_keys() {
@@ -108,43 +105,25 @@ struct NarrowFeeder {
     for (int r = 0; r < kKeys; ++r) load_key<kFirst, kEnd>(r);
   }
 
-  // Starts to copy the tails of these keys to a tile; completion counts as another arrival at full_back.
-  __device__ __forceinline__ void copy_tail(int slot) const {
-    if constexpr (kTailCopies == 0) return;
-    const uint32_t s_tail = shared_address(shared.tiles[slot]) + kValueChunks * kChunkBytes;
+  // Unpacks loads [kFirst, kEnd) of the r-th key: to `pieces` of eight columns.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void unpack_key(int r, uint4 (&pieces)[kKeys][kLoads][2]) const {
 #pragma unroll
-    for (int r = 0; r < kKeys; ++r) {
-#pragma unroll
-      for (int i = 0; i < kTailCopies; ++i) {
-        const int piece = tail_piece(i);
-        copy_16_bytes(s_tail + i / 2 * kChunkBytes + swizzled_offset(row() + r * kKeyStep, piece % 8),
-                      g_keys[r] + kPackedColumns + kScaleBytes + piece * 16, 16);
-      }
+    for (int i = kFirst; i < kEnd; ++i) {
+      const uint4& from = packed[r][i];
+      pieces[r][i][0] = unpack_piece(from.x, from.y);
+      pieces[r][i][1] = unpack_piece(from.z, from.w);
     }
-    arrive_after_copies(&shared.full_back[slot]);
-  }
-
-  // Unpacks a chunk of the half: to `pieces` of eight columns.
-  __device__ __forceinline__ void unpack_chunk(int r, int chunk, uint4 (&pieces)[kKeys][kChunks][2]) const {
-    const uint32_t power = SplitScale(chunk < kGroupChunks ? scales[r].x : scales[r].y).power;
-    const uint4& from = packed[r][chunk];
-    pieces[r][chunk][0] = unpack_piece(from.x, from.y, power);
-    pieces[r][chunk][1] = unpack_piece(from.z, from.w, power);
   }
   template <int kFirst, int kEnd>
-  __device__ __forceinline__ void unpack_key(int r, uint4 (&pieces)[kKeys][kChunks][2]) const {
-#pragma unroll
-    for (int chunk = kFirst; chunk < kEnd; ++chunk) unpack_chunk(r, chunk, pieces);
-  }
-  template <int kFirst, int kEnd>
-  __device__ __forceinline__ void unpack_keys(uint4 (&pieces)[kKeys][kChunks][2]) const {
+  __device__ __forceinline__ void unpack_keys(uint4 (&pieces)[kKeys][kLoads][2]) const {
 #pragma unroll
     for (int r = 0; r < kKeys; ++r) unpack_key<kFirst, kEnd>(r, pieces);
   }
 
   // For pieces that are unpacked only if there is a tile.
   template <int kFirst, int kEnd>
-  static __device__ __forceinline__ void leave_undefined(int r, uint4 (&pieces)[kKeys][kChunks][2]) {
+  static __device__ __forceinline__ void leave_undefined(int r, uint4 (&pieces)[kKeys][kLoads][2]) {
 #pragma unroll
     for (int i = kFirst * 2; i < kEnd * 2; ++i) {
       uint4& piece = pieces[r][i / 2][i % 2];
@@ -155,30 +134,31 @@ struct NarrowFeeder {
 
   // Stores them to a tile.
   template <int kFirst, int kEnd>
-  __device__ __forceinline__ void store_keys(int slot, const uint4 (&pieces)[kKeys][kChunks][2]) const {
-    const uint32_t s_row =
-        shared_address(shared.tiles[slot]) + kBack * kChunks * kChunkBytes + swizzled_offset(row(), 2 * lane_of_key());
+  __device__ __forceinline__ void store_keys(int slot, const uint4 (&pieces)[kKeys][kLoads][2]) const {
+    const uint32_t s_row = shared_address(shared.tiles[slot]) + (kBack * kChunks + lane() / 8 % 2) * kChunkBytes +
+                           swizzled_offset(row(), 2 * (lane() % 4));
 #pragma unroll
     for (int r = 0; r < kKeys; ++r) {
 #pragma unroll
-      for (int chunk = kFirst; chunk < kEnd; ++chunk) {
-        const uint32_t s_piece = s_row + chunk * kChunkBytes + r * kKeyStep * kSwizzleRowBytes;
-        store_shared(s_piece, pieces[r][chunk][0]);
-        store_shared(s_piece ^ 16, pieces[r][chunk][1]);
+      for (int i = kFirst; i < kEnd; ++i) {
+        const uint32_t s_piece = s_row + i * kLoadChunks * kChunkBytes + r * kKeyStep * kSwizzleRowBytes;
+        store_shared(s_piece, pieces[r][i][0]);
+        store_shared(s_piece ^ 16, pieces[r][i][1]);
       }
     }
   }
 
-  // Stores the factors of the scales, and which rows are keys.
-  __device__ __forceinline__ void store_factors(int slot) const {
-    if (lane_of_key() > 0) return;
+  // Stores what the scores of a tile need besides: tails, scales, and which rows are keys.
+  __device__ __forceinline__ void store_notes(int slot) const {
+    const uint32_t s_tail = shared_address(shared.tiles[slot]) + kValueChunks * kChunkBytes;
 #pragma unroll
-    for (int r = 0; r < kKeys; ++r) {
-      const int key = row() + r * kKeyStep;
-      shared.factors[slot][kBack * kGroups][key] = SplitScale(scales[r].x).factor;
-      shared.factors[slot][kBack * kGroups + 1][key] = SplitScale(scales[r].y).factor;
-      if (!kBack) shared.visible[slot][key] = visible >> r & 1;
+    for (int i = 0; i < kTailKeys; ++i) {
+      store_shared(s_tail + swizzled_offset(row() + (kFirstTailKey + i) * kKeyStep, tail_piece()), tail[i]);
     }
+    if (lane() >= kWarpThreads / 2) return;
+    shared.scales[slot][kBack * kGroups][own_row()] = scales.x;
+    shared.scales[slot][kBack * kGroups + 1][own_row()] = scales.y;
+    if (!kBack) shared.visible[slot][own_row()] = visible;
   }
 
   // The half is full. The fence before products is the reader's, which has no loads under way.
@@ -186,32 +166,27 @@ struct NarrowFeeder {
     arrive(kBack ? &shared.full_back[slot] : &shared.full_front[slot]);
   }
 
-  __device__ __forceinline__ void fill(int slot) const {
-    uint4 pieces[kKeys][kChunks][2];
-    static_assert(kChunks == 4);
-    store_factors(slot);
-    unpack_keys<0, 1>(pieces), store_keys<0, 1>(slot, pieces);
-    unpack_keys<1, 2>(pieces), store_keys<1, 2>(slot, pieces);
-    unpack_keys<2, 3>(pieces), store_keys<2, 3>(slot, pieces);
-    unpack_keys<3, 4>(pieces), store_keys<3, 4>(slot, pieces);
+  __device__ __forceinline__ void fill(int slot) {
+    uint4 pieces[kKeys][kLoads][2];
+    store_notes(slot);
+    unpack_keys<0, kLoads>(pieces);
+    store_keys<0, kLoads>(slot, pieces);
     signal(slot);
   }
   // The first tiles of the CTA; the loads of both travel together.
   __device__ __forceinline__ void fill_stages() {
     static_assert(kNarrowStages == 2);
     load_ids();
-    find_keys();
-    copy_tail(0);
-    load_keys<0, kChunks>();
-    const NarrowFeeder first = *this;
-    find_keys();
-    if (has_keys) copy_tail(1);
-    load_keys<0, kChunks>();
+    find_key();
+    load_keys<0, kLoads>();
+    NarrowFeeder first = *this;
+    find_key();
+    load_keys<0, kLoads>();
     first.fill(0);
     if (!has_keys) return;
     fill(1);
-    find_keys();
-    load_keys<0, kChunks>();
+    find_key();
+    load_keys<0, kLoads>();
   }
 };
 

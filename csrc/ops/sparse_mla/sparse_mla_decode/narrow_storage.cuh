@@ -23,8 +23,8 @@ template <int kColumns, int kHeads>
 struct NarrowStorage {
   alignas(1024) Bf16 tiles[kNarrowStages][kColumns * kTileRows];  // in chunks of 64 columns, like the others
   alignas(1024) Bf16 q[kColumns * kHeads];
-  alignas(1024) Bf16 probs[kProbsStages][kScaleGroups][kHeads * kTileRows];  // P^T times a group's factors
-  float factors[kNarrowStages][kScaleGroups][kTileRows];                     // of the scales of a tile's keys
+  alignas(1024) Bf16 probs[kProbsStages][kScaleGroups][kHeads * kTileRows];  // P^T times a group's scales
+  float scales[kNarrowStages][kScaleGroups][kTileRows];                      // of a tile's keys
   uint8_t visible[kNarrowStages][kTileRows];
   uint8_t rescale[kProbsStages][kHeads];  // of O before the tile is added: exponent bits
   int is_last_tile[kProbsStages];         // of its item; arrives with P

@@ -26,7 +26,7 @@ inline constexpr int64_t kAloneClocks = 6000, kPairedClocks = 5600;
 // Estimated clocks of a tile of 64 keys, by heads of the item.
 inline constexpr int64_t tile_clocks(int block_heads, int heads, bool is_packed) {
   if (is_packed && block_heads == 64) return heads > 64 ? kPairedClocks : kAloneClocks;
-  if (is_packed) return block_heads == 32 ? 5250 : 4130;
+  if (is_packed) return block_heads == 32 ? 4880 : 3990;
   return block_heads == 64 ? 3300 : block_heads == 32 ? 2300 : 2000;
 }
 

@@ -32,11 +32,18 @@ struct SplitScale {
   }
 };
 
-// Eight packed columns, whose scale has the power of two `power`, as 16 bytes of bf16.
-__device__ __forceinline__ uint4 unpack_piece(uint32_t a, uint32_t b, uint32_t power) {
+// The whole scale as a factor: NaN if it is infinite.
+__device__ __forceinline__ float scale_factor(float scale) { return fmaf(scale, 0.f, scale); }
+
+// Eight packed columns as 16 bytes of bf16.
+__device__ __forceinline__ uint4 unpack_piece(uint32_t a, uint32_t b) {
   const uint2 low = e4m3_to_bf16(a), high = e4m3_to_bf16(b);
-  return {multiply_bf16(low.x, power), multiply_bf16(low.y, power), multiply_bf16(high.x, power),
-          multiply_bf16(high.y, power)};
+  return {low.x, low.y, high.x, high.y};
+}
+// The same, times a power of two.
+__device__ __forceinline__ uint4 unpack_piece(uint32_t a, uint32_t b, uint32_t power) {
+  const uint4 v = unpack_piece(a, b);
+  return {multiply_bf16(v.x, power), multiply_bf16(v.y, power), multiply_bf16(v.z, power), multiply_bf16(v.w, power)};
 }
 
 }  // namespace dsa::sparse_mla_decode
