@@ -296,18 +296,26 @@ class PagedKVCache:
         """Writes the indexer's keys of the step's tokens, [..., index_columns] in their order; in fp8 with the scale
         of each [...], fp32."""
         rows = self._rows("k", k, self.index_columns, self.index_dtype)
-        if (k_scale is not None) != (self.index_dtype == FP8):
-            _fail(f"k_scale is for float8_e4m3fn keys, got {'one' if k_scale is not None else 'none'}")
+        if (k_scale is None) == (self.index_dtype == FP8):
+            expected = (
+                "a Tensor: keys in float8_e4m3fn have scales"
+                if k_scale is None
+                else "None: only keys in fp8 have scales"
+            )
+            _fail(f"k_scale must be {expected}, got {'None' if k_scale is None else describe(k_scale)}")
+        factors = None if k_scale is None else self._rows("k_scale", k_scale[..., None], 1, torch.float32)
         keys, scales = self._index_views(layer)
         _write(keys, self.step, rows)
-        if k_scale is not None:
+        if factors is not None:
             assert scales is not None
-            _write(scales, self.step, self._rows("k_scale", k_scale[..., None], 1, torch.float32))
+            _write(scales, self.step, factors)
 
     def gather(self, layer: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The latent keys of a step of prefill [T_kv, columns]: those of its sequences, one sequence after the other,
-        each in the order of its tokens and without evicted ones. Those of a cache in fp8 are unpacked to `dtype`, all
-        others are returned as they are."""
+        each in the order of its tokens and without evicted ones. Those of a cache in fp8 are unpacked to `dtype` (bf16,
+        fp32 or float64), all others are returned as they are."""
+        if dtype not in _DTYPES:
+            _fail(f"dtype must be bfloat16, float32 or float64, got {dtype_name(dtype)}")
         rows = _gather(self._kv[self._layer(layer)][:, :, 0], self._prefill_step())
         if self.dtype != FP8:
             return rows
@@ -360,6 +368,8 @@ class PagedKVCache:
             got = describe(rows) if isinstance(rows, Tensor) else type(rows).__name__
             hint = _OTHER_DTYPE if is_rows and {rows.dtype, dtype} <= {*_DTYPES} else ""
             _fail(f"{name} must be {dtype_name(dtype)} [{tokens} tokens, {columns}], got {got}{hint}")
+        if rows.device != self.step.blocks.device:
+            _fail(f"{name} must be on {self.step.blocks.device} like the cache, got {rows.device}")
         return rows.reshape(tokens, columns).contiguous()
 
     def _index_views(self, layer: int) -> tuple[Tensor, Tensor | None]:

@@ -239,8 +239,16 @@ def test_errors_of_steps() -> None:
     for kv, got in bad_rows:
         with pytest.raises(ValueError, match=rf"kv must be bfloat16 \[2 tokens, 576\], got {got}"):
             cache.write(0, kv)
-    with pytest.raises(ValueError, match="k_scale is for float8_e4m3fn keys, got none"):
+    with pytest.raises(ValueError, match="k_scale must be a Tensor: keys in float8_e4m3fn have scales, got None"):
         cache.write_index(0, torch.zeros(2, 128).to(FP8))
+    before = cache.index_keys(0).clone()
+    with pytest.raises(ValueError, match=r"k_scale must be float32 \[2 tokens, 1\], got float32 \[3, 1\]"):
+        cache.write_index(0, torch.ones(2, 128).to(FP8), torch.ones(3))
+    assert torch.equal(cache.index_keys(0), before)
+    with pytest.raises(ValueError, match="kv must be on cpu like the cache, got meta"):
+        cache.write(0, torch.zeros(2, 576, device="meta").bfloat16())
+    with pytest.raises(ValueError, match="dtype must be bfloat16, float32 or float64, got int32"):
+        cache.gather(0, torch.int32)
     with pytest.raises(ValueError, match="k must be float8_e4m3fn"):
         cache.write_index(0, torch.zeros(2, 128).bfloat16())
     cache.decode([a])

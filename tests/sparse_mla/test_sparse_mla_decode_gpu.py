@@ -155,10 +155,7 @@ def test_scales_of_any_size() -> None:
     for name, scales in scales_of_any_size(spread).items():
         try:
             check(inputs.q, with_scales(inputs.kv_cache, scales), inputs.indices)
-            for power in (-110, -100, 98):
-                shifted = scales * 2.0**power
-                if shifted.isfinite().all():
-                    check(inputs.q * 2.0**-power, with_scales(inputs.kv_cache, shifted), inputs.indices)
+            check(inputs.q * 2.0**100, with_scales(inputs.kv_cache, scales * 2.0**-100), inputs.indices)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 

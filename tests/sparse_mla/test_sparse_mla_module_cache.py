@@ -245,6 +245,8 @@ def test_a_cache_in_fp8_is_for_layers_in_bf16() -> None:
         message = f"SparseMLA: dtype may be float8_e4m3fn in bfloat16 layers only, got {dtype}"
         with pytest.raises(ValueError, match=message.replace("torch.", "")):
             make_cache(make_layer(dtype), dtype=FP8)
+    with pytest.raises(ValueError, match="SparseMLA: dtype must be float32, the layer's own, or float8_e4m3fn, got bf"):
+        make_cache(make_layer(torch.float32), dtype=torch.bfloat16)
     with autocast():
         assert make_cache(make_layer(torch.float32), dtype=FP8).dtype == FP8
 

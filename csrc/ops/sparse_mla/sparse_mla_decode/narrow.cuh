@@ -28,6 +28,7 @@
 #include <cutlass/cutlass.h>
 
 #include "narrow_feeder.cuh"
+#include "narrow_queries.cuh"
 #include "sm90/math.cuh"
 #include "sm90/matrix_copy.cuh"
 #include "sm90/memory.cuh"
@@ -40,37 +41,6 @@
 #include "tiles/softmax.cuh"
 
 namespace dsa::sparse_mla_decode {
-
-// Q of an item, with the sign of the scale.
-template <int kColumns, int kHeads>
-__device__ __forceinline__ void load_queries(NarrowStorage<kColumns, kHeads>& shared, const KernelParams& p,
-                                             const Item& item, int thread) {
-  constexpr int kPieces = kChunkColumns / kPieceColumns, kChunkPieces = kHeads * kPieces;
-  constexpr int kLoads = kColumns / kPieceColumns * kHeads / kWarpgroupThreads;
-  static_assert(kChunkPieces % kWarpgroupThreads == 0);
-  const auto* g_q =
-      static_cast<const Bf16*>(p.q) + item.b * p.q_stride_b + item.n * p.q_stride_n + item.first_head(p) * p.q_stride_h;
-  const int heads_left = item.heads_left(p);
-  const uint32_t flip = p.negate_q ? 0x80008000u : 0u, s_q = shared_address(shared.q);
-  uint4 pieces[kLoads];
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const int index = i * kWarpgroupThreads + thread;
-    const int chunk = index / kChunkPieces, head = index % kChunkPieces / kPieces, piece = index % kPieces;
-    pieces[i] = {};
-    if (head < heads_left) {
-      pieces[i] = load_once(g_q + head * p.q_stride_h + chunk * kChunkColumns + piece * kPieceColumns);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const int index = i * kWarpgroupThreads + thread;
-    const int chunk = index / kChunkPieces, head = index % kChunkPieces / kPieces, piece = index % kPieces;
-    const uint4 v = pieces[i];
-    store_shared(s_q + chunk * kHeads * kSwizzleRowBytes + swizzled_offset(head, piece),
-                 make_uint4(v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip));
-  }
-}
 
 // Starts S^T = K Q^T of one tile: sums of each group of columns, and of the tail. The caller waits for them.
 template <int kColumns, int kHeads, class Mma, class Sums>
@@ -187,7 +157,7 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
 
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Item item(p, index);
-    load_queries(shared, p, item, thread);
+    const float sums_scale = load_queries(shared, p, item, thread);
     fence_async_proxy();
     sync_warpgroup<kScoreBarrier>();
 
@@ -214,7 +184,7 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
         float sum = kSums > kScaleGroups ? r_sums(i, 0, kSums - 1) : 0.f;
 #pragma unroll
         for (int g = 0; g < kScaleGroups; ++g) sum = fmaf(r_sums(i, 0, g), factors[r][g], sum);
-        r_s(i) = visible[r] ? sum * p.scale_log2 : -INFINITY;
+        r_s(i) = visible[r] ? sum * sums_scale * p.scale_log2 : -INFINITY;
       }
 
       // P = 2^(S * scale - max), with a running maximum that may lag behind

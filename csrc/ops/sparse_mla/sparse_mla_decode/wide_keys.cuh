@@ -136,8 +136,8 @@ struct Unpacker {
 #pragma unroll
     for (int g = 0; g < kHalfGroups; ++g) {
       const SplitScale scale(g == 0 ? scales.x : scales.y);
-      store_shared(s_even + g * 2 * kChunkBytes, unpack_piece(words[g].x, words[g].y, scale.power));
-      store_shared(s_odd + g * 2 * kChunkBytes, unpack_piece(words[g].z, words[g].w, scale.power));
+      store_shared(s_even + g * 2 * kChunkBytes, multiply_piece(unpack_piece(words[g].x, words[g].y), scale.power));
+      store_shared(s_odd + g * 2 * kChunkBytes, multiply_piece(unpack_piece(words[g].z, words[g].w), scale.power));
       // One lane for each key: that of its first 16 columns.
       if ((thread() & 0b1011) == 0) {
         store_shared(s_notes + factor + kRoundFactors + g * kHalfKeys * 4, scale.factor);
