@@ -193,9 +193,9 @@ class PagedKVCache:
             CacheFullError: there are too few free pages. No sequence was changed, and no step was begun.
             ValueError: an argument is wrong; no sequence was changed.
         """
-        sequences, tokens = list(sequences), list(tokens)
+        sequences, tokens = _as_list("sequences", sequences), _as_list("tokens", tokens)
         if not sequences or len(tokens) != len(sequences) or not all(type(n) is int and n > 0 for n in tokens):
-            _fail(f"prefill takes a positive number of tokens for each sequence, got {tokens} for {sequences}")
+            _fail(f"tokens must be one positive int for each sequence, got {tokens} for {sequences}")
         self._check_not_captured()
         self._step = None
         self._tables.extend(sequences, tokens)
@@ -243,7 +243,7 @@ class PagedKVCache:
             CacheFullError: there are too few free pages. No sequence was changed, and no step was begun.
             ValueError: an argument is wrong; no sequence was changed.
         """
-        sequences = list(sequences)
+        sequences = _as_list("sequences", sequences)
         if type(tokens) is not int or not 1 <= tokens <= MAX_TOKENS:
             _fail(f"decode takes 1 to {MAX_TOKENS} tokens of each sequence, got {tokens!r}; prefill takes more")
         if not 1 <= len(sequences) <= self.max_sequences:
@@ -404,6 +404,12 @@ def _write(pages: Tensor, step: DecodeStep | PrefillStep, rows: Tensor) -> None:
 
 def _gather(pages: Tensor, step: PrefillStep) -> Tensor:
     return _words(pages)[step.key_blocks, step.key_offsets].view(pages.dtype)
+
+
+def _as_list(name: str, values: Any) -> list[Any]:
+    if not isinstance(values, Iterable):
+        _fail(f"{name} must be a list, got {values!r}")
+    return list(values)
 
 
 def _fail(message: str) -> NoReturn:

@@ -208,10 +208,13 @@ def test_errors_of_steps() -> None:
     bad: list[tuple[Any, str]] = [
         (lambda: cache.prefill([a, 7], [1, 1]), r"there is no sequence 7; those in the cache are \[0, 1\]"),
         (lambda: cache.prefill([a, a], [1, 1]), r"sequences must be distinct, got \[0, 0\]"),
-        (lambda: cache.prefill([a, b], [1]), r"a positive number of tokens for each sequence, got \[1\] for \[0, 1\]"),
+        (lambda: cache.prefill([a, b], [1]), r"one positive int for each sequence, got \[1\] for \[0, 1\]"),
         (lambda: cache.prefill([a], [0]), "a positive number of tokens for each sequence"),
         (lambda: cache.prefill([], []), "a positive number of tokens for each sequence"),
         (lambda: cache.prefill([a], [10]), "sequence 0 has 3 tokens: 10 more exceed max_length=12"),
+        (lambda: cache.prefill(a, [1]), "sequences must be a list, got 0"),  # type: ignore[arg-type]
+        (lambda: cache.prefill([a], 1), "tokens must be a list, got 1"),  # type: ignore[arg-type]
+        (lambda: cache.decode(b), "sequences must be a list, got 1"),  # type: ignore[arg-type]
         (lambda: cache.decode([a], 7), "decode takes 1 to 6 tokens of each sequence, got 7; prefill takes more"),
         (lambda: cache.decode([a, b, None]), "decode takes 1 to max_sequences=2 sequences, got 3"),
         (lambda: cache.decode([]), "decode takes 1 to max_sequences=2 sequences, got 0"),
