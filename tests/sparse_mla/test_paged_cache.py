@@ -209,8 +209,8 @@ def test_errors_of_steps() -> None:
         (lambda: cache.prefill([a, 7], [1, 1]), r"there is no sequence 7; those in the cache are \[0, 1\]"),
         (lambda: cache.prefill([a, a], [1, 1]), r"sequences must be distinct, got \[0, 0\]"),
         (lambda: cache.prefill([a, b], [1]), r"one positive int for each sequence, got \[1\] for \[0, 1\]"),
-        (lambda: cache.prefill([a], [0]), "a positive number of tokens for each sequence"),
-        (lambda: cache.prefill([], []), "a positive number of tokens for each sequence"),
+        (lambda: cache.prefill([a], [0]), "one positive int for each sequence"),
+        (lambda: cache.prefill([], []), "one positive int for each sequence"),
         (lambda: cache.prefill([a], [10]), "sequence 0 has 3 tokens: 10 more exceed max_length=12"),
         (lambda: cache.prefill(a, [1]), "sequences must be a list, got 0"),  # type: ignore[arg-type]
         (lambda: cache.prefill([a], 1), "tokens must be a list, got 1"),  # type: ignore[arg-type]
@@ -277,7 +277,7 @@ def test_failed_calls_keep_the_step() -> None:
         (lambda: cache.evict(a, 0), "pages must be a list of int, got 0"),  # type: ignore[arg-type]
         (lambda: cache.evict(a, [0, "x"]), r"pages must be from 0 to 0, .*, got \[0, 'x'\]"),  # type: ignore[list-item]
         (lambda: cache.evict(a, [0, 0.5]), r"pages must be from 0 to 0, .*, got \[0, 0\.5\]"),  # type: ignore[list-item]
-        (lambda: cache.prefill([b], [True]), "a positive number of tokens for each sequence"),
+        (lambda: cache.prefill([b], [True]), "one positive int for each sequence"),
         (lambda: cache.decode([b], True), "decode takes 1 to 6 tokens of each sequence, got True"),
     ]
     for call, message in bad:
