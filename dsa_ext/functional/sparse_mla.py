@@ -363,7 +363,7 @@ def sparse_mla_decode(
     """
     lengths = topk_length
     try:
-        if lengths is not None and lengths.shape == q.shape[:1] and lengths.dtype == torch.int32:
+        if lengths is not None and q.dim() == 4 and lengths.shape == q.shape[:1] and lengths.dtype == torch.int32:
             lengths = lengths[:, None].expand(-1, q.shape[1])
         result: tuple[Tensor, Tensor] = torch.ops.dsa.sparse_mla_decode.default(
             q, kv_cache, indices, sm_scale, d_v, lengths, attn_sink, batch_invariant
