@@ -25,6 +25,10 @@ def check(q: Tensor, kv_cache: Tensor, indices: Tensor, **options: Any) -> tuple
     return out, lse
 
 
+def same_bits(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
 def with_scales(cache: Tensor, scales: Tensor) -> Tensor:
     """The packed cache with other scales, [slots, 4]."""
     cache = cache.clone()

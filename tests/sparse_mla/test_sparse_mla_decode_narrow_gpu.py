@@ -8,9 +8,8 @@ import math
 
 import pytest
 import torch
-from decode_gpu import OP, check, make_gpu, scales_of_any_size, with_scales
+from decode_gpu import OP, check, make_gpu, same_bits, scales_of_any_size, with_scales
 from sparse_mla_gpu_inputs import DEVICE
-from torch import Tensor
 
 import dsa_ext
 from dsa_ext.testing.inputs import CacheInputs
@@ -25,10 +24,6 @@ pytestmark = [
 def inputs_of(heads: int, d_qk: int, batch: int = 5, topk: int = 300, seed: int = 0) -> CacheInputs:
     """More than two tiles of 64 keys for each token, the last one not full."""
     return make_gpu(batch, 1, 10, 64, heads, topk, d_qk, seed=seed)
-
-
-def same_bits(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
 
 
 def test_long_lists(heads: int, d_qk: int) -> None:

@@ -5,9 +5,8 @@ With batch_invariant every item has up to 64 heads and all keys of a token. Othe
 
 import pytest
 import torch
-from decode_gpu import OP, check, make_gpu, scales_of_any_size, with_scales
+from decode_gpu import OP, check, make_gpu, same_bits, scales_of_any_size, with_scales
 from sparse_mla_gpu_inputs import DEVICE
-from torch import Tensor
 
 from dsa_ext.testing.inputs import CacheInputs, strided_cache, strided_copy
 
@@ -29,10 +28,6 @@ def inputs_of(heads: int, d_qk: int, batch: int = BATCH) -> CacheInputs:
     inputs.indices.masked_fill_(inputs.indices == SLOT, SLOT + 1)
     inputs.indices[1::2, 0, 5] = SLOT
     return inputs
-
-
-def same_bits(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
 
 
 def test_values_that_are_not_finite_stay_with_their_tokens(heads: int, d_qk: int) -> None:
