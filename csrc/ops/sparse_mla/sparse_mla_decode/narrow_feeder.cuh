@@ -1,5 +1,5 @@
 // How keys get into tiles, in the kernel of few heads: a value warpgroup loads its half of the columns of packed keys
-// to registers, one tile ahead, and stores them as bf16. So does it with the tails of half of the keys, which need no
+// to registers, one tile ahead, and stores them as bf16. It stores the tails of half of the keys too, which need no
 // conversion. Scales are left to the scores and P.
 //
 // A lane finds the address of one of its warp's 16 keys, and loads its scales. Eight lanes load 128 columns of a key at
@@ -10,7 +10,6 @@
 
 #include "narrow_storage.cuh"
 #include "sm90/matrix_copy.cuh"
-#include "sm90/memory.cuh"
 #include "sm90/register_rows.cuh"
 #include "sm90/registers.cuh"
 #include "unpack.cuh"
@@ -48,7 +47,7 @@ struct NarrowFeeder {
   static __device__ __forceinline__ int first_row() {
     return unsigned(thread_index()) % kWarpgroupThreads / kWarpThreads * kWarpKeys;
   }
-  // Which of the keys at once the thread has columns of, and its first row of a tile.
+  // Which of the keys loaded at once the thread has columns of, and its first row of a tile.
   static __device__ __forceinline__ int key_at_once() { return lane() / 16 * 2 + lane() / 4 % 2; }
   static __device__ __forceinline__ int row() { return first_row() + key_at_once(); }
   // The lane's own key; half of the lanes have the same as the others.
