@@ -43,10 +43,6 @@ __device__ __forceinline__ void use(uint32_t value) {
 
 // Addresses, all computed here and kept in registers of their own.
 template <class T>
-__device__ __forceinline__ void hold(T*& a, T*& b) {
-  asm volatile("" : "+l"(a), "+l"(b));
-}
-template <class T>
 __device__ __forceinline__ void hold(T*& a, T*& b, T*& c, T*& d) {
   asm volatile("" : "+l"(a), "+l"(b), "+l"(c), "+l"(d));
 }
