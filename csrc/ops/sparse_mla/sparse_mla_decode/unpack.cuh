@@ -15,8 +15,9 @@ using namespace dsa::sparse_mla;
 // What is read in place of a key where there is none.
 static __device__ const uint4 g_zeros[packed_bytes(576) / 16] = {};
 
-// A scale as a power of two and a factor from 1 to 2, or from -2 to -1. Scales that are denormal or 0 have a smaller
-// factor. A scale that is infinite or NaN has a factor of NaN: it makes all sums of columns of its block NaN.
+// A scale as a power of two and a factor from 1 to 2, or from -2 to -1. A denormal scale has a smaller factor. 0 has
+// the power 0 and a factor of 1, by which one may divide. A scale that is infinite or NaN has a factor of NaN: it makes
+// all sums of columns of its block NaN.
 struct SplitScale {
   uint32_t power;  // as a pair of bf16
   float factor;
@@ -29,6 +30,7 @@ struct SplitScale {
     const float small = scale * 0x1p126f, normal = __uint_as_float((bits & ~kExponent) | kOne);
     factor = exponent == 0 ? small : normal;
     if (exponent == kExponent) factor = NAN;
+    if (scale == 0.f) power = 0, factor = 1.f;
   }
 };
 

@@ -18,16 +18,17 @@
 //
 // In a pair, moreover:
 //
-//   value          0 and 1    received[j - 1]       writes to the slot of tile j - 1
-//                             peer_free[j - 1]      its 16 keys of tile j + 2, all of them,     full[j + 2], and by
-//                                                   unpacked and sent before P is awaited       bytes the peer's
+//   value          0 and 1    received[j - 1]       writes to the slot of tile j - 1: its 16    unpacked[j + 2]
+//                                                   keys of tile j + 2, before P is awaited
 //                                                   after P V: the slot of tile j is free       the peer's peer_free[j]
+//   send           3          unpacked[j]           what a value warpgroup has unpacked of      full[j], and by
+//                             peer_free[j - 3]      tile j; a warp for each of the two          bytes the peer's
 //   score          2                                after P: all that the peer sent is here     the peer's received[j]
 //
 // Packed keys arrive by bulk copies, two tiles ahead of those that are unpacked, and the value warpgroups turn them
 // into bf16 (wide_keys.cuh): numbers of e4m3 times the power of two in their scale, which is exact. The rest of each
-// scale, a factor from 1 to 2, multiplies the sums of S over a group of 128 columns, and P: each group of value columns
-// has its own P.
+// scale, a factor from 1 to 2, multiplies what a group of 128 columns adds to S (wide_score.cuh), and P: each group of
+// value columns has its own P.
 //
 // Shared memory is what limits the kernel: keys are written, read and written again before the products read them.
 #pragma once
@@ -42,9 +43,9 @@
 
 namespace dsa::sparse_mla_decode {
 
-// Two value warpgroups, one that scores, and one of which two warps load.
+// Two value warpgroups, one that scores, and one of which two warps load, and in a pair two send.
 inline constexpr int kWideThreads = 4 * kWarpgroupThreads;
-inline constexpr int kStartRegisters = 128, kValueRegisters = 168, kScoreRegisters = 144, kLoadRegisters = 24;
+inline constexpr int kStartRegisters = 128, kValueRegisters = 168, kScoreRegisters = 144, kLoadRegisters = 32;
 static_assert((2 * kValueRegisters + kScoreRegisters + kLoadRegisters) * kWarpgroupThreads <= 65536);
 
 template <int kColumns, bool kPaired>
@@ -56,12 +57,15 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   if (threadIdx.x == 0) {
     for (uint64_t& barrier : shared.raw_full) barrier_init(&barrier, kLoadWarps);
     for (uint64_t& barrier : shared.raw_empty) barrier_init(&barrier, 2 * kWarpgroupThreads);
-    for (uint64_t& barrier : shared.full) barrier_init(&barrier, 2 * kWarpgroupThreads);
+    for (uint64_t& barrier : shared.full) barrier_init(&barrier, kPaired ? 2 : 2 * kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_written) barrier_init(&barrier, kWarpgroupThreads);
     for (uint64_t& barrier : shared.probs_read) barrier_init(&barrier, 2 * kWarpgroupThreads);
     if constexpr (kPaired) {
       for (uint64_t& barrier : shared.received) barrier_init(&barrier, 1);
-      for (int i = 0; i < 2 * kTiles; ++i) barrier_init(&shared.peer_free[0][0] + i, kWarpsPerWarpgroup);
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        barrier_init(&shared.unpacked[0][0] + i, kWarpgroupThreads);
+        barrier_init(&shared.peer_free[0][0] + i, kWarpsPerWarpgroup);
+      }
     }
     fence_barrier_init();
   }
@@ -81,7 +85,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     score_wide<kColumns>(shared, p);
   } else {
     set_registers<kLoadRegisters, kStartRegisters>();
-    if (threadIdx.x < kWideThreads - kWarpgroupThreads + kLoadWarps * kWarpThreads) load_raw_keys(shared, p);
+    const int warp = threadIdx.x % kWarpgroupThreads / kWarpThreads;
+    if (warp < kLoadWarps) {
+      load_raw_keys(shared, p);
+    } else if constexpr (kPaired) {
+      send_keys(shared, p, warp - kLoadWarps == 1);
+    }
   }
   if constexpr (kPaired) cute::cluster_sync();  // the peer may still arrive at barriers and read what it sends
 }

@@ -1,7 +1,7 @@
 // Packed keys on their way from the cache to the tensor cores, in the wide kernel: two warps have them copied to shared
 // memory as they are (raw), and the value warpgroups turn them into tiles of bf16, each its half of the columns; the
-// back half includes the tail. Numbers of e4m3 are multiplied by the power of two in their scale, which is exact. The
-// rest of each scale, a factor from 1 to 2, goes to a table: it multiplies sums over a group of columns.
+// back half includes the tail. Numbers of e4m3 are multiplied by the power of two in their scale, which is exact. What
+// the rest of the scales, factors from 1 to 2, means for sums over groups of columns goes to the tile's notes.
 //
 // A thread unpacks 16 bytes at a time, to 16 columns: of one key in each round, of which a CTA has two, or as one of a
 // pair one. In a round a warp has four keys, of which eight lanes unpack 128 bytes each. Lanes are in an order in which
@@ -89,8 +89,8 @@ struct Unpacker {
   const bool back;
   Ring<kRawStages> at;
   // Offsets of the thread's first key: in a raw stage, its 16 bytes, its scales, and its piece of the tail; in a tile,
-  // its first piece and that of the tail; in a tile's notes, its first factor.
-  uint32_t raw, raw_scales, raw_tail, piece, tail, factor;
+  // its first piece and that of the tail; in a tile's notes, its first row's.
+  uint32_t raw, raw_scales, raw_tail, piece, tail, note;
 
   __device__ __forceinline__ Unpacker(WideStorage<kColumns, kPaired>& shared, bool back) : shared(shared), back(back) {
     const int t = thread(), q = t % 4, half = t / 8 % 2;
@@ -101,7 +101,7 @@ struct Unpacker {
     raw_tail = raw_key * kPitch + kPackedColumns + kScaleBytes + (2 * q + half) * kPieceBytes;
     piece = (back * kHalfChunks + half) * kChunkBytes + swizzled_offset(k, 2 * q);
     tail = kTailChunk * kChunkBytes + swizzled_offset(k, 2 * q + half);
-    factor = k / kHalfKeys * sizeof(KeyNotes) + place_of_factor(k, back * kHalfGroups);
+    note = k / kHalfKeys * sizeof(KeyNotes) + place_of_note(k, ratio_row(back));
   }
 
   static __device__ __forceinline__ int thread() { return unsigned(thread_index()) % kWarpgroupThreads; }
@@ -120,7 +120,7 @@ struct Unpacker {
     const auto row = [](uint32_t offset) {
       return (offset ^ kRound * 4 * kPieceBytes) + kRound * 4 * kSwizzleRowBytes;
     };
-    constexpr int kRoundFactors = kRound * (place_of_factor(kRoundKeys, 0) - place_of_factor(0, 0));
+    constexpr int kRoundNotes = kRound * (place_of_note(kRoundKeys, 0) - place_of_note(0, 0));
     const RawStage<kColumns, kPaired>& stage = shared.raw[at.slot];
     const uint32_t s_stage = shared_address(&stage) + kRound * kRoundKeys * kPitch;
     const uint32_t s_tile = shared_address(shared.tiles[slot]), s_notes = shared_address(shared.notes[slot]);
@@ -133,15 +133,18 @@ struct Unpacker {
     for (int g = 0; g < kHalfGroups; ++g) words[g] = load_shared_words(s_stage + raw + g * kScaleColumns);
     if constexpr (kTail) tail_words = load_shared_words(s_stage + raw_tail);  // the front half does not use it
     wait_for_slot();
+    const SplitScale split[kHalfGroups] = {SplitScale(scales.x), SplitScale(scales.y)};
 #pragma unroll
     for (int g = 0; g < kHalfGroups; ++g) {
-      const SplitScale scale(g == 0 ? scales.x : scales.y);
-      store_shared(s_even + g * 2 * kChunkBytes, multiply_piece(unpack_piece(words[g].x, words[g].y), scale.power));
-      store_shared(s_odd + g * 2 * kChunkBytes, multiply_piece(unpack_piece(words[g].z, words[g].w), scale.power));
-      // One lane for each key: that of its first 16 columns.
-      if ((thread() & 0b1011) == 0) {
-        store_shared(s_notes + factor + kRoundFactors + g * kHalfKeys * 4, scale.factor);
-      }
+      const uint32_t power = split[g].power;
+      store_shared(s_even + g * 2 * kChunkBytes, multiply_piece(unpack_piece(words[g].x, words[g].y), power));
+      store_shared(s_odd + g * 2 * kChunkBytes, multiply_piece(unpack_piece(words[g].z, words[g].w), power));
+    }
+    // One lane for each key: that of its first 16 columns.
+    if ((thread() & 0b1011) == 0) {
+      const uint32_t s_row = s_notes + note + kRoundNotes;
+      store_shared(s_row, __fdividef(split[0].factor, split[1].factor));
+      store_shared(s_row + kHalfKeys * 4, split[1].factor);
     }
     if (kTail && back) store_shared(s_tile + row(tail), tail_words);
     if constexpr (kRound == 0) {

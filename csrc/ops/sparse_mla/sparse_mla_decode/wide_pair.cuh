@@ -3,7 +3,8 @@
 // there.
 //
 // By bulk copies, of which a tile takes a dozen: a message of st.async for every 16 bytes would be a thousand, and each
-// takes the barrier's time. What is sent must stay until the peer has it: it says so (`received`).
+// takes the barrier's time. What is sent must stay until the peer has it: it says so (`received`). Warps of their own
+// send: the value warpgroups, which have most to do, need not wait until the peer's slot is free.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -20,55 +21,51 @@ __device__ __forceinline__ void tell_peer(const uint64_t* barrier) {
   arrive_remote(remote_address(barrier, cluster_rank() ^ 1));
 }
 
-// The keys of one value warpgroup on their way from CTA to CTA. `tile` counts those of all items.
+// Before a value warpgroup writes to the tile's slot again, here: the peer has what was sent from it.
 template <int kColumns>
-struct PairLink {
-  static constexpr bool kTail = kColumns > kPackedColumns;
-  static constexpr int kChunk = kWideKeys * kChunkColumns, kSentChunk = kHalfKeys * kChunkColumns;  // elements
-  static constexpr int kSentChunkBytes = kSentChunk * int(sizeof(Bf16));
+__device__ __forceinline__ void wait_until_received(WideStorage<kColumns, true>& shared, unsigned tile) {
+  wait(&shared.received[tile % kTiles], tile / kTiles % 2 ^ 1);
+}
+
+// This warp of a value warpgroup has multiplied by the tile: when all have, the peer may write to its slot.
+template <int kColumns>
+__device__ __forceinline__ void free_slot_for_peer(WideStorage<kColumns, true>& shared, bool back, unsigned tile) {
+  if (cute::elect_one_sync()) tell_peer(&shared.peer_free[back][tile % kTiles]);
+  __syncwarp();
+}
+
+// Run by one warp for each value warpgroup: when that has unpacked its part of a tile, sends it, as soon as the peer's
+// warpgroup has read what it still has in the slot. The slot becomes full when that of the peer is there too. A lane
+// sends one piece: a chunk, the notes, or the tail.
+template <int kColumns>
+__device__ __forceinline__ void send_keys(WideStorage<kColumns, true>& shared, const KernelParams& p, bool back) {
+  constexpr bool kTail = kColumns > kPackedColumns;
+  constexpr int kChunk = kWideKeys * kChunkColumns, kSentChunk = kHalfKeys * kChunkColumns;  // elements
+  constexpr int kSentChunkBytes = kSentChunk * int(sizeof(Bf16));
   // The part of the notes that the front warpgroup writes; the back one writes the rest.
-  static constexpr int kFrontNotes = place_of_factor(0, kHalfGroups), kBackNotes = int(sizeof(KeyNotes)) - kFrontNotes;
-  static_assert(kHalfChunks == kWarpsPerWarpgroup, "a chunk for each warp");
+  constexpr int kFrontNotes = place_of_note(0, ratio_row(1)), kBackNotes = int(sizeof(KeyNotes)) - kFrontNotes;
   static_assert(kFrontNotes % 16 == 0 && kBackNotes % 16 == 0);
-
-  WideStorage<kColumns, true>& shared;
-  const bool back;
-
-  // Before the warpgroup writes to the tile's slot again, here: the peer has what was sent from it.
-  __device__ __forceinline__ void wait_until_received(unsigned tile) const {
-    wait(&shared.received[tile % kTiles], tile / kTiles % 2 ^ 1);
-  }
-
-  // The warpgroup has unpacked its part of the tile: the slot becomes full when that of the peer is there too. Sends
-  // the part as soon as the peer's warpgroup has read what it still has in the slot.
-  __device__ __forceinline__ void publish(unsigned tile) const {
-    const int thread = unsigned(thread_index()) % kWarpgroupThreads, warp = thread / kWarpThreads;
-    const int slot = tile % kTiles, notes_bytes = back ? kBackNotes : kFrontNotes;
-    const bool tail = kTail && back;
-    fence_async_proxy();
-    if (thread == 0) expect_bytes(&shared.full[slot], (kHalfChunks + tail) * kSentChunkBytes + notes_bytes);
-    arrive(&shared.full[slot]);
-    sync_warpgroup(value_barrier(back));
-    if (cute::elect_one_sync()) {
-      const int rank = cluster_rank(), peer = rank ^ 1;
-      wait(&shared.peer_free[back][slot], tile / kTiles % 2 ^ 1);
-      const uint32_t full = remote_address(&shared.full[slot], peer);
-      const auto send = [&](const void* from, int bytes) { bulk_send(remote_address(from, peer), from, bytes, full); };
-      const Bf16* rows = shared.tiles[slot] + rank * kSentChunk;
-      send(rows + (back * kHalfChunks + warp) * kChunk, kSentChunkBytes);
-      if (warp == 0) {
-        send(reinterpret_cast<const char*>(&shared.notes[slot][rank]) + back * kFrontNotes, notes_bytes);
+  const int lane = threadIdx.x % kWarpThreads, rank = cluster_rank(), peer = rank ^ 1;
+  const int chunks = kHalfChunks + (kTail && back), notes_bytes = back ? kBackNotes : kFrontNotes;
+  const bool is_notes = lane == chunks;
+  const int chunk = lane < kHalfChunks ? back * kHalfChunks + lane : kPackedColumns / kChunkColumns;
+  const char* from = is_notes ? reinterpret_cast<const char*>(&shared.notes[0][rank]) + back * kFrontNotes
+                              : reinterpret_cast<const char*>(shared.tiles[0] + chunk * kChunk + rank * kSentChunk);
+  const int bytes = is_notes ? notes_bytes : kSentChunkBytes;
+  const int slot_bytes = is_notes ? sizeof(shared.notes[0]) : sizeof(shared.tiles[0]);
+  Ring<kTiles> at;
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+    for (int tiles_left = Item(p, index).template tiles_of<kWideKeys>(); tiles_left > 0; --tiles_left) {
+      wait(&shared.unpacked[back][at.slot], at.parity);
+      if (lane == 0) arrive_and_expect(&shared.full[at.slot], chunks * kSentChunkBytes + notes_bytes);
+      wait(&shared.peer_free[back][at.slot], at.parity ^ 1);
+      if (lane <= chunks) {
+        const char* piece = from + at.slot * slot_bytes;
+        bulk_send(remote_address(piece, peer), piece, bytes, remote_address(&shared.full[at.slot], peer));
       }
-      if (tail && warp == 1) send(rows + kPackedColumns / kChunkColumns * kChunk, kSentChunkBytes);
+      at.advance();
     }
-    __syncwarp();
   }
-
-  // This warp has multiplied by the tile: when all have, the peer may write to its slot.
-  __device__ __forceinline__ void release(unsigned tile) const {
-    if (cute::elect_one_sync()) tell_peer(&shared.peer_free[back][tile % kTiles]);
-    __syncwarp();
-  }
-};
+}
 
 }  // namespace dsa::sparse_mla_decode

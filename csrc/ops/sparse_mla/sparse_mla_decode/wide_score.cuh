@@ -1,6 +1,6 @@
 // The score warpgroup of the wide kernel: S = Q K^T, online softmax, P.
 //
-// Registers per thread: 64 of Q, 48 of S (the sum, and two groups of columns in turn), 40 others.
+// Registers per thread: 64 of Q or in a pair 80, 32 of S (two sums), 48 or 32 others.
 #pragma once
 
 #include "sm90/math.cuh"
@@ -20,7 +20,7 @@ using WideScoreFromShared = Tiled<cute::SM90_64x32x16_F32BF16BF16_SS<cute::GMMA:
 
 inline constexpr int kStepColumns = 16;  // of a wgmma
 inline constexpr int kChunkSteps = kChunkColumns / kStepColumns, kGroupSteps = kScaleColumns / kStepColumns;
-inline constexpr int kRegisterSteps = kSharedQChunk * kChunkSteps;
+inline constexpr int register_steps(bool paired) { return shared_q_chunk(paired) * kChunkSteps; }
 inline constexpr int kLaneScores = kWideHeads * kWideKeys / kWarpgroupThreads, kLaneKeys = kLaneScores / 2;
 
 // Q of an item and its sinks. Four lanes load 32 columns of a row at once, in pieces of 8, and exchange words so that
@@ -28,8 +28,8 @@ inline constexpr int kLaneScores = kWideHeads * kWideKeys / kWarpgroupThreads, k
 template <int kColumns, bool kPaired>
 __device__ __forceinline__ void load_queries(WideStorage<kColumns, kPaired>& shared, const KernelParams& p,
                                              const Item& item, uint32_t* q_words) {
-  constexpr int kPairs = kRegisterSteps / 2, kPieces = kChunkColumns / kPieceColumns;
-  constexpr int kSharedPieces = (kColumns / kChunkColumns - kSharedQChunk) * kWideHeads * kPieces;
+  constexpr int kPairs = register_steps(kPaired) / 2, kPieces = kChunkColumns / kPieceColumns;
+  constexpr int kSharedPieces = (kColumns / kChunkColumns - shared_q_chunk(kPaired)) * kWideHeads * kPieces;
   const int thread = unsigned(thread_index()) % kWarpgroupThreads, lane = thread % kWarpThreads;
   const int row = thread / kWarpThreads * 16 + lane / 4, heads = item.heads_left(p);
   const auto* g_q =
@@ -38,8 +38,8 @@ __device__ __forceinline__ void load_queries(WideStorage<kColumns, kPaired>& sha
 #pragma unroll
   for (int i = thread; i < kSharedPieces; i += kWarpgroupThreads) {
     const int chunk = i / (kWideHeads * kPieces), head = i / kPieces % kWideHeads, piece = i % kPieces;
-    const Bf16* g_piece =
-        g_q + min(head, heads - 1) * p.q_stride_h + (kSharedQChunk + chunk) * kChunkColumns + piece * kPieceColumns;
+    const Bf16* g_piece = g_q + min(head, heads - 1) * p.q_stride_h +
+                          (shared_q_chunk(kPaired) + chunk) * kChunkColumns + piece * kPieceColumns;
     copy_16_bytes(shared_address(shared.q) + chunk * kWideHeads * kSwizzleRowBytes + swizzled_offset(head, piece),
                   g_piece, head < heads ? 16 : 0);
   }
@@ -74,13 +74,12 @@ __device__ __forceinline__ void load_queries(WideStorage<kColumns, kPaired>& sha
   sync_warpgroup<kScoreBarrier>();
 }
 
-// The factors of a lane's keys for a group of columns, in the order of its accumulators.
-struct LaneFactors {
+// A lane's numbers of a row of a tile's notes, in the order of its accumulators.
+struct LaneNotes {
   float of[kLaneKeys];
 
-  // `s_notes`: of the tile.
-  __device__ __forceinline__ LaneFactors(uint32_t s_notes, int group, int lane) {
-    const uint32_t from = s_notes + place_of_factor(lane % 4 * 2, group);
+  __device__ __forceinline__ LaneNotes(const KeyNotes (&notes)[2], int row, int lane) {
+    const uint32_t from = shared_address(&notes) + place_of_note(lane % 4 * 2, row);
     const float4 a = load_shared(from), b = load_shared(from + sizeof(KeyNotes));
     of[0] = a.x, of[1] = a.y, of[2] = a.z, of[3] = a.w, of[4] = b.x, of[5] = b.y, of[6] = b.z, of[7] = b.w;
   }
@@ -88,32 +87,31 @@ struct LaneFactors {
   __device__ __forceinline__ float operator[](int i) const { return of[i / 4 * 2 + i % 2]; }
 };
 
-// S = Q K^T: the tail, and the sums over each group of columns times its factors. A group is multiplied while the one
-// before is added.
+// S = Q K^T as two sums: of the front half of the columns and the tail, and of the back half. A half has two groups of
+// columns. What the first has added is multiplied by the ratio of its factors to those of the second, and what both
+// have added by the latter: so the products of a half share accumulators, r_front or r_back. While one half is
+// multiplied by such numbers, the products of the other one run.
 template <int kColumns, bool kPaired, class Queries, class Scores>
 __device__ __forceinline__ void multiply_keys(WideStorage<kColumns, kPaired>& shared, int slot, const Queries& r_q,
-                                              Scores& r_s, int thread) {
+                                              Scores& r_s, Scores& r_front, Scores& r_back, int thread) {
   using namespace cute;
   constexpr bool kTail = kColumns > kPackedColumns;
-  constexpr int kTailSteps = kTail ? kChunkSteps : 0, kValueSteps = kPackedColumns / kStepColumns;
+  constexpr int kSteps = kColumns / kStepColumns, kRegisterSteps = register_steps(kPaired);
   WideScoreFromRegisters mma;
   WideScoreFromShared shared_mma;
   Tensor s_k = make_tensor(make_smem_ptr(shared.tiles[slot]), HeadsByColumns<kWideKeys, kColumns>{});
   Tensor s_q = make_tensor(make_smem_ptr(&shared.q[0][0]),
-                           HeadsByColumns<kWideHeads, kColumns - kSharedQChunk * kChunkColumns>{});
+                           HeadsByColumns<kWideHeads, kColumns - kRegisterSteps * kStepColumns>{});
   Tensor r_k = mma.get_slice(thread).partition_fragment_B(s_k);
   Tensor r_shared_q = shared_mma.get_slice(thread).partition_fragment_A(s_q);
-  Tensor r_even = partition_fragment_C(mma, Shape<_64, Int<kWideKeys>>{});
-  Tensor r_odd = partition_fragment_C(mma, Shape<_64, Int<kWideKeys>>{});
-  const uint32_t s_notes = shared_address(shared.notes[slot]);
 
-  // Steps [begin, end) of 16 columns.
-  const auto multiply_steps = [&](int begin, int end, auto& r_sum) {
+  // A group of columns, or after the last one the tail.
+  const auto multiply = [&](int group, auto& r_sum, GMMA::ScaleOut accumulate) {
     warpgroup_fence_operand(r_sum);
-    mma.accumulate_ = shared_mma.accumulate_ = GMMA::ScaleOut::Zero;
     warpgroup_arrive();
+    mma.accumulate_ = shared_mma.accumulate_ = accumulate;
 #pragma unroll
-    for (int k = begin; k < end; ++k) {
+    for (int k = group * kGroupSteps; k < min((group + 1) * kGroupSteps, kSteps); ++k) {
       if (k < kRegisterSteps) {
         gemm(mma, r_q(_, 0, k), r_k(_, 0, k), r_sum(_, 0, 0));
       } else {
@@ -123,37 +121,33 @@ __device__ __forceinline__ void multiply_keys(WideStorage<kColumns, kPaired>& sh
     }
     warpgroup_commit_batch();
   };
-  const auto multiply_group = [&](int group, auto& r_sum) {
-    multiply_steps(group * kGroupSteps, (group + 1) * kGroupSteps, r_sum);
-  };
-  // Their loads begin before the product is waited for.
-  const auto factors_of = [&](int group) { return LaneFactors(s_notes, group, thread % kWarpThreads); };
-  const auto add = [&](int group, auto& r_sum, const LaneFactors& factors) {
+  const auto notes_of = [&](int row) { return LaneNotes(shared.notes[slot], row, thread % kWarpThreads); };
+  const auto scale = [&](auto& r_sum, const LaneNotes& notes) {
     warpgroup_fence_operand(r_sum);
 #pragma unroll
-    for (int i = 0; i < kLaneScores; ++i) {
-      r_s(i) = kTail || group > 0 ? fmaf(r_sum(i), factors[i], r_s(i)) : r_sum(i) * factors[i];
-    }
+    for (int i = 0; i < kLaneScores; ++i) r_sum(i) *= notes[i];
   };
 
-  if constexpr (kTail) multiply_steps(kValueSteps, kValueSteps + kTailSteps, r_s);
-  multiply_group(0, r_even);
-  multiply_group(1, r_odd);
-  LaneFactors factors = factors_of(0);
+  multiply(0, r_front, GMMA::ScaleOut::Zero);
+  multiply(kHalfGroups, r_back, GMMA::ScaleOut::Zero);
+  LaneNotes notes = notes_of(ratio_row(0));  // their loads begin before the product is waited for
   warpgroup_wait<1>();
-  if constexpr (kTail) warpgroup_fence_operand(r_s);
-  add(0, r_even, factors);
-  multiply_group(2, r_even);
-  factors = factors_of(1);
+  scale(r_front, notes);
+  multiply(1, r_front, GMMA::ScaleOut::One);
+  notes = notes_of(ratio_row(1));
   warpgroup_wait<1>();
-  add(1, r_odd, factors);
-  multiply_group(3, r_odd);
-  factors = factors_of(2);
+  scale(r_back, notes);
+  multiply(kHalfGroups + 1, r_back, GMMA::ScaleOut::One);
+  notes = notes_of(factor_row(0));
   warpgroup_wait<1>();
-  add(2, r_even, factors);
-  factors = factors_of(3);
+  scale(r_front, notes);
+  if constexpr (kTail) multiply(kScaleGroups, r_front, GMMA::ScaleOut::One);
+  notes = notes_of(factor_row(1));
   warpgroup_wait<0>();
-  add(3, r_odd, factors);
+  warpgroup_fence_operand(r_front);
+  warpgroup_fence_operand(r_back);
+#pragma unroll
+  for (int i = 0; i < kLaneScores; ++i) r_s(i) = fmaf(r_back(i), notes[i], r_front(i));
 }
 
 // Two rows of a lane: the running maximum, in units of log 2, and the sum relative to it, of the lane's keys.
@@ -211,29 +205,33 @@ __device__ __forceinline__ void scale_and_hide(Scores& r_s, float scale_log2, co
   }
 }
 
-// P times the factors of each group of columns, for the value warpgroups. A group's factors are loaded while the one
-// before is stored.
+// P times the factors of each group of columns, for the value warpgroups: of half the columns the second group, then
+// the first. `factors` and `ratios`: the front half's rows; the back half's are loaded as soon as these are used.
 template <int kColumns, bool kPaired, class Scores>
 __device__ __forceinline__ void store_probabilities(WideStorage<kColumns, kPaired>& shared, int slot, int probs_slot,
-                                                    const Scores& r_s, int thread) {
+                                                    const Scores& r_s, int thread, LaneNotes factors,
+                                                    LaneNotes ratios) {
   const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane % 16, piece = lane / 16;
-  const uint32_t s_notes = shared_address(shared.notes[slot]);
-  LaneFactors next(s_notes, 0, lane);
 #pragma unroll
-  for (int group = 0; group < kScaleGroups; ++group) {
-    const LaneFactors factors = next;
-    if (group + 1 < kScaleGroups) next = LaneFactors(s_notes, group + 1, lane);
-    const uint32_t s_probs = shared_address(shared.probs[probs_slot][group / kHalfGroups]);
+  for (int back = 0; back < 2; ++back) {
+    const uint32_t s_probs = shared_address(shared.probs[probs_slot][back]);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t words[4];
+    for (int group = kHalfGroups - 1; group >= 0; --group) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int i = 8 * half + 2 * j;
-        words[j] = pack_bf16(r_s(i) * factors[i], r_s(i + 1) * factors[i + 1]);
+      for (int half = 0; half < 2; ++half) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int i = 8 * half + 2 * j;
+          words[j] = pack_bf16(r_s(i) * factors[i], r_s(i + 1) * factors[i + 1]);
+        }
+        store_matrices(s_probs + swizzled_offset(row, group * 4 + half * 2 + piece), words[0], words[1], words[2],
+                       words[3]);
       }
-      store_matrices(s_probs + swizzled_offset(row, group % kHalfGroups * 4 + half * 2 + piece), words[0], words[1],
-                     words[2], words[3]);
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) factors.of[i] *= ratios.of[i];
+      if (back == 0 && group == 1) ratios = LaneNotes(shared.notes[slot], ratio_row(1), lane);
+      if (back == 0 && group == 0) factors = LaneNotes(shared.notes[slot], factor_row(1), lane);
     }
   }
 }
@@ -260,8 +258,9 @@ __device__ __forceinline__ void score_wide(WideStorage<kColumns, kPaired>& share
   const int thread = unsigned(thread_index()) % kWarpgroupThreads, lane = thread % kWarpThreads;
   const int row = thread / kWarpThreads * 16 + lane / 4;  // this thread's scores: this row and row + 8
   const float scale_log2 = p.negate_q ? -p.scale_log2 : p.scale_log2;
-  Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<kRegisterSteps>>{});
+  Tensor r_q = make_tensor<Bf16>(Shape<Shape<_2, _2, _2>, _1, Int<register_steps(kPaired)>>{});
   Tensor r_s = partition_fragment_C(WideScoreFromRegisters{}, Shape<_64, Int<kWideKeys>>{});
+  Tensor r_front = make_fragment_like(r_s), r_back = make_fragment_like(r_s);
   uint32_t* q_words = reinterpret_cast<uint32_t*>(r_q.data());
 
   Ring<kTiles> at;
@@ -277,15 +276,18 @@ __device__ __forceinline__ void score_wide(WideStorage<kColumns, kPaired>& share
     for (int j = 0; j < tiles; ++j) {
       const bool is_last = j + 1 == tiles;
       wait(&shared.full[at.slot], at.parity);
-      multiply_keys(shared, at.slot, r_q, r_s, thread);
+      multiply_keys(shared, at.slot, r_q, r_s, r_front, r_back, thread);
       // Only now the tile before: so S has the tensor cores to itself, and P V of the tile before runs during the
       // softmax of this one.
       if (j > 0) arrive(&shared.probs_written[probs_at.slot ^ 1]);
       scale_and_hide(r_s, scale_log2, shared.notes[at.slot], lane);
       int exponents[2] = {kExponentOfOne, kExponentOfOne};
+      // Loaded before the softmax, which hides how long that takes.
+      const LaneNotes factors(shared.notes[at.slot], factor_row(0), lane);
+      const LaneNotes ratios(shared.notes[at.slot], ratio_row(0), lane);
       softmax.add(r_s, exponents);
       wait(&shared.probs_read[probs_at.slot], probs_at.parity ^ 1);
-      store_probabilities(shared, at.slot, probs_at.slot, r_s, thread);
+      store_probabilities(shared, at.slot, probs_at.slot, r_s, thread, factors, ratios);
       if (is_last) softmax.reduce();
       if (lane % 4 == 0) {
 #pragma unroll

@@ -43,17 +43,17 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
   Tensor r_o = partition_fragment_C(mma, Shape<_64, Int<kHalfColumns>>{});
   Unpacker<kColumns, kPaired> unpacker(shared, back);
   // The next raw keys become a tile: what is done before P is awaited, and what is done during P V. A CTA of a pair
-  // unpacks and sends all of its keys first, since they have a longer way to go until the peer's tile is full: sent
-  // during P V, they make a call 14 % slower.
+  // unpacks all of its keys first, since they have a longer way to go until the peer's tile is full.
   const auto fill_first = [&](unsigned tile) {
     unpacker.template unpack<0>(tile % kTiles, [&] {
       if constexpr (kPaired) {
-        if (Unpacker<kColumns, kPaired>::thread() == 0) PairLink<kColumns>{shared, back}.wait_until_received(tile);
+        if (Unpacker<kColumns, kPaired>::thread() == 0) wait_until_received(shared, tile);
       }
       sync_warpgroup(value_barrier(back));  // all warps have multiplied by the tile before in this slot
     });
     if constexpr (kPaired) {
-      PairLink<kColumns>{shared, back}.publish(tile);
+      fence_async_proxy();
+      arrive(&shared.unpacked[back][tile % kTiles]);
       unpacker.release();
     }
   };
@@ -114,7 +114,7 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
       warpgroup_fence_operand(r_o);
       if (item >= 0) scale_rows(shared.finish[probs_slot][first_row()], shared.finish[probs_slot][first_row() + 8]);
       arrive(&shared.probs_read[probs_slot]);
-      if constexpr (kPaired) PairLink<kColumns>{shared, back}.release(tile);
+      if constexpr (kPaired) free_slot_for_peer(shared, back, tile);
       ++tile;
     } while (item < 0);
     store_output(p, Item(p, item), r_o, back);
