@@ -5,9 +5,9 @@
 // Warp specialization. Who does what, for tile j of all items, 32 keys:
 //
 //   role           warpgroup  waits on              does                                        signals
-//   value (front)  0          raw_full[j + 2]       half of columns [0, 256) of tile j + 2,     raw_empty[j + 2]
+//   value (front)  0          raw_full[j + 2]       half of columns [0, 256) of tile j + 2,
 //                             probs_written[j]      then O[:, 0:256) = O * rescale + P V and
-//                                                   meanwhile the other half                    full[j + 2]
+//                                                   meanwhile the other half                    full, raw_empty[j + 2]
 //                                                   after an item's last tile: stores O         probs_read[j]
 //   value (back)   1          the same              O[:, 256:512) and the other columns,        the same
 //                                                   in the same order
@@ -16,19 +16,19 @@
 //                                                   and the last factor of O
 //   load           3          raw_empty[j - 2]      the packed keys of tile j; two warps        raw_full[j] (by TMA)
 //
-// In a pair, moreover:
+// In a pair, moreover or instead:
 //
-//   value          0 and 1    received[j - 1]       writes to the slot of tile j - 1: its 16    unpacked[j + 2]
-//                                                   keys of tile j + 2, before P is awaited
+//   value          0 and 1    received[j - 1]       writes to the slot of tile j - 1: its 16    raw_empty[j + 2]
+//                                                   keys of tile j + 2, before P is awaited     unpacked[j + 2]
 //                                                   after P V: the slot of tile j is free       the peer's peer_free[j]
-//   send           3          unpacked[j]           what a value warpgroup has unpacked of      full[j], and by
-//                             peer_free[j - 3]      tile j; a warp for each of the two          bytes the peer's
+//   send           3          unpacked[j]           one warp for each value warpgroup           full[j]
+//                             peer_free[j - 3]      sends what it has unpacked of tile j        the peer's full[j]
 //   score          2                                after P: all that the peer sent is here     the peer's received[j]
 //
 // Packed keys arrive by bulk copies, two tiles ahead of those that are unpacked, and the value warpgroups turn them
-// into bf16 (wide_keys.cuh): numbers of e4m3 times the power of two in their scale, which is exact. The rest of each
-// scale, a factor from 1 to 2, multiplies what a group of 128 columns adds to S (wide_score.cuh), and P: each group of
-// value columns has its own P.
+// into bf16 (wide_keys.cuh): numbers of e4m3 times the power of two in their scale, which is exact from 2^-124 on. The
+// rest of each scale, a factor from 1 to 2, multiplies what a group of 128 columns adds to S (wide_score.cuh), and P:
+// each group of value columns has its own P.
 //
 // Shared memory is what limits the kernel: keys are written, read and written again before the products read them.
 #pragma once

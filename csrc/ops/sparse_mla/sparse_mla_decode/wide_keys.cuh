@@ -1,7 +1,8 @@
 // Packed keys on their way from the cache to the tensor cores, in the wide kernel: two warps have them copied to shared
 // memory as they are (raw), and the value warpgroups turn them into tiles of bf16, each its half of the columns; the
-// back half includes the tail. Numbers of e4m3 are multiplied by the power of two in their scale, which is exact. What
-// the rest of the scales, factors from 1 to 2, means for sums over groups of columns goes to the tile's notes.
+// back half includes the tail. Numbers of e4m3 are multiplied by the power of two in their scale, which is exact from
+// 2^-124 on. What the rest of the scales, factors from 1 to 2, means for sums over groups of columns goes to the tile's
+// notes.
 //
 // A thread unpacks 16 bytes at a time, to 16 columns: of one key in each round, of which a CTA has two, or as one of a
 // pair one. In a round a warp has four keys, of which eight lanes unpack 128 bytes each. Lanes are in an order in which
