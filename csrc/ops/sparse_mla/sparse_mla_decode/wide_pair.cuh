@@ -10,7 +10,6 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "sm90/cluster.cuh"
-#include "sm90/registers.cuh"
 #include "sm90/warpgroup.cuh"
 #include "wide_storage.cuh"
 

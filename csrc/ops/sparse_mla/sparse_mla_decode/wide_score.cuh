@@ -7,6 +7,7 @@
 #include "sm90/matrix_copy.cuh"
 #include "sm90/memory.cuh"
 #include "sm90/register_rows.cuh"
+#include "sm90/registers.cuh"
 #include "tiles/accumulators.cuh"
 #include "tiles/online_softmax.cuh"
 #include "tiles/softmax.cuh"

@@ -14,7 +14,7 @@ inline constexpr int kTiles = 3, kRawStages = 2, kProbsStages = 2;  // stages
 inline constexpr int kHalfColumns = kPackedColumns / 2;             // of a value warpgroup
 inline constexpr int kHalfGroups = kScaleGroups / 2;              // groups of columns with their own scales, of a half
 inline constexpr int kHalfChunks = kHalfColumns / kChunkColumns;  // chunks of 64 columns
-// The first chunk of Q that registers do not hold: 80 a thread, but without a pair the compiler would spill.
+// The first chunk of Q that registers do not hold: without a pair there is room for one chunk less.
 inline constexpr int shared_q_chunk(bool paired) { return paired ? 5 : 4; }
 inline constexpr int kLoadWarps = 2;    // each copies half of the keys
 inline constexpr int kPieceBytes = 16;  // of a key, read at once
