@@ -177,7 +177,8 @@ def test_a_nan_stays_with_the_tokens_that_list_it() -> None:
             assert torch.equal(got[0, ::2], expected[0, ::2])
 
 
-def test_every_number_of_e4m3() -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_every_number_of_e4m3(batch_invariant: bool) -> None:
     """Each column holds another number; each head's query picks one column, and each value is read back."""
     cache = torch.zeros(1, 128, 1, 528, dtype=torch.uint8, device=DEVICE)
     codes = torch.arange(256, device=DEVICE, dtype=torch.int32)
@@ -191,7 +192,7 @@ def test_every_number_of_e4m3() -> None:
     for offset in (0, 128, 256, 384):
         q.zero_()
         q[0, 0, heads, heads + offset] = 1
-        out, lse = OP(q, cache, indices, sm_scale=1.0)
+        out, lse = OP(q, cache, indices, sm_scale=1.0, batch_invariant=batch_invariant)
         row = torch.cat([values, values.new_zeros(2), values, values.new_zeros(2)])
         torch.testing.assert_close(lse[0, 0], row[offset : offset + 128], rtol=1e-6, atol=0)
         assert torch.equal(out[0, 0].float(), row.expand(128, 512))

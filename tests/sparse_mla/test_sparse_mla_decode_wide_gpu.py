@@ -20,7 +20,8 @@ BLOCKS, PAGE, TOPK, BATCH = 40, 16, 70, 300  # more tokens than SMs
 SLOT = 17  # that only every other token lists
 
 #: Bytes of a packed key, and what they are replaced by: NaN in e4m3, NaN and infinity as a scale.
-NOT_FINITE = [(100, [0x7F]), (511, [0xFF]), (512, [0, 0, 0xC0, 0x7F]), (524, [0, 0, 0x80, 0x7F])]
+NOT_FINITE = [(100, [0x7F]), (511, [0xFF])]
+NOT_FINITE += [(512 + 4 * group, [0, 0, *high]) for group in range(4) for high in ((0xC0, 0x7F), (0x80, 0x7F))]
 
 
 def inputs_of(heads: int, d_qk: int, batch: int = BATCH) -> CacheInputs:
@@ -63,6 +64,17 @@ def test_pairs_have_the_bits_of_ctas_alone(heads: int, d_qk: int) -> None:
             alone = OP(q[:, :, part], cache, ids, batch_invariant=True)
             assert same_bits((out[:, :, part], lse[:, :, part]), alone)
     assert same_bits(OP(strided_copy(q), strided_cache(cache), ids, batch_invariant=True), (out, lse))
+
+
+@pytest.mark.parametrize("sm_scale", [0.0, -0.04])
+def test_scale_of_scores(heads: int, d_qk: int, sm_scale: float) -> None:
+    check(**vars(inputs_of(heads, d_qk)), sm_scale=sm_scale, batch_invariant=True)
+
+
+def test_large_queries_whose_scores_are_not(heads: int, d_qk: int) -> None:
+    q, cache, ids = vars(inputs_of(heads, d_qk)).values()
+    for power in (60, 100, 112, 118):
+        check(q * 2.0**power, cache, ids, sm_scale=2.0 ** (-5 - power), batch_invariant=True)
 
 
 def test_other_lists_between_replays(heads: int, d_qk: int) -> None:

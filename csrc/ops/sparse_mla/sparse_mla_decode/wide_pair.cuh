@@ -58,6 +58,7 @@ __device__ __forceinline__ void send_keys(WideStorage<kColumns, true>& shared, c
       wait(&shared.unpacked[back][at.slot], at.parity);
       if (lane == 0) arrive_and_expect(&shared.full[at.slot], chunks * kSentChunkBytes + notes_bytes);
       wait(&shared.peer_free[back][at.slot], at.parity ^ 1);
+      __syncwarp();  // a lane that sends nothing must not lag behind phases that those that send have ended
       if (lane <= chunks) {
         const char* piece = from + at.slot * slot_bytes;
         bulk_send(remote_address(piece, peer), piece, bytes, remote_address(&shared.full[at.slot], peer));
