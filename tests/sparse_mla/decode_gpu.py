@@ -1,5 +1,6 @@
 """Calls of sparse_mla_decode on a GPU, and their check against the reference in float64."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,21 @@ def check(q: Tensor, kv_cache: Tensor, indices: Tensor, **options: Any) -> tuple
 
 def same_bits(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
+def check_one_graph(inputs: Sequence[CacheInputs], lengths: Sequence[Tensor], batch_invariant: bool) -> None:
+    """A graph captured once serves other queries, keys, lists and lengths [B, N] of the same shapes."""
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in vars(inputs[0]).items()}
+    options = {"topk_length": torch.zeros_like(lengths[0]), "batch_invariant": batch_invariant}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = OP(**tensors, **options)
+    for contents, length in zip(inputs, lengths, strict=True):
+        for name, tensor in vars(contents).items():
+            tensors[name].copy_(tensor)
+        options["topk_length"].copy_(length)
+        graph.replay()
+        assert same_bits(results, OP(**vars(contents), topk_length=length, batch_invariant=batch_invariant))
 
 
 def with_scales(cache: Tensor, scales: Tensor) -> Tensor:

@@ -281,8 +281,9 @@ def test_replays_take_other_contents(batch: int, packed: bool) -> None:
 GRAPH_SCRIPT = """
 import torch, dsa_ext
 from dsa_ext.testing.inputs import make_cache
-inputs = [make_cache(batch, 1, 64, 64, heads, 2048, packed=packed, device="cuda")
-          for batch, heads, packed in ((1, 128, True), (70, 16, True), (1, 64, False), (140, 128, False))]
+fp8 = [(1, 128), (70, 16), (140, 33), (300, 64), (300, 128)]
+calls = [(*call, True) for call in fp8] + [(1, 64, False), (140, 128, False)]
+inputs = [make_cache(batch, 1, 64, 64, heads, 2048, packed=packed, device="cuda") for batch, heads, packed in calls]
 torch.cuda.synchronize()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):

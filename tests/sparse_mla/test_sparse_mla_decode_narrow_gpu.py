@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from decode_gpu import OP, check, make_gpu, same_bits, scales_of_any_size, with_scales
+from decode_gpu import OP, check, check_one_graph, make_gpu, same_bits, scales_of_any_size, with_scales
 from sparse_mla_gpu_inputs import DEVICE
 
 import dsa_ext
@@ -94,19 +94,9 @@ def test_values_that_are_not_finite_stay_with_their_tokens(heads: int, d_qk: int
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_one_graph_for_any_contents(heads: int, d_qk: int, batch_invariant: bool) -> None:
-    first, second = (vars(inputs_of(heads, d_qk, seed=seed)) for seed in (0, 1))
-    tensors = {name: tensor.clone() for name, tensor in first.items()}
-    lengths = torch.full((5, 1), 300, dtype=torch.int32, device=DEVICE)
-    options = {"topk_length": lengths, "batch_invariant": batch_invariant}
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = OP(**tensors, **options)
-    for contents, length in ((second, 131), (first, 300), (second, 0)):
-        for name, tensor in contents.items():
-            tensors[name].copy_(tensor)
-        lengths.fill_(length)
-        graph.replay()
-        assert same_bits(results, OP(**contents, **options))
+    first, second = (inputs_of(heads, d_qk, seed=seed) for seed in (0, 1))
+    lengths = [torch.full((5, 1), length, dtype=torch.int32, device=DEVICE) for length in (131, 300, 0)]
+    check_one_graph([second, first, second], lengths, batch_invariant)
 
 
 def test_reads_what_the_call_before_wrote(heads: int, d_qk: int) -> None:

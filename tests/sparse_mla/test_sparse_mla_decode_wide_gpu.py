@@ -5,7 +5,7 @@ With batch_invariant every item has up to 64 heads and all keys of a token. Othe
 
 import pytest
 import torch
-from decode_gpu import OP, check, make_gpu, same_bits, scales_of_any_size, with_scales
+from decode_gpu import OP, check, check_one_graph, make_gpu, same_bits, scales_of_any_size, with_scales
 from sparse_mla_gpu_inputs import DEVICE
 
 from dsa_ext.testing.inputs import CacheInputs, strided_cache, strided_copy
@@ -24,11 +24,16 @@ NOT_FINITE = [(100, [0x7F]), (511, [0xFF])]
 NOT_FINITE += [(512 + 4 * group, [0, 0, *high]) for group in range(4) for high in ((0xC0, 0x7F), (0x80, 0x7F))]
 
 
-def inputs_of(heads: int, d_qk: int, batch: int = BATCH) -> CacheInputs:
-    inputs = make_gpu(batch, 1, BLOCKS, PAGE, heads, TOPK, d_qk)
+def inputs_of(heads: int, d_qk: int, batch: int = BATCH, seed: int = 0) -> CacheInputs:
+    inputs = make_gpu(batch, 1, BLOCKS, PAGE, heads, TOPK, d_qk, seed=seed)
     inputs.indices.masked_fill_(inputs.indices == SLOT, SLOT + 1)
     inputs.indices[1::2, 0, 5] = SLOT
     return inputs
+
+
+def every_length() -> torch.Tensor:
+    """From -1 to TOPK, [BATCH, 1]."""
+    return torch.arange(BATCH, device=DEVICE, dtype=torch.int32)[:, None] % (TOPK + 2) - 1
 
 
 def test_values_that_are_not_finite_stay_with_their_tokens(heads: int, d_qk: int) -> None:
@@ -77,22 +82,26 @@ def test_large_queries_whose_scores_are_not(heads: int, d_qk: int) -> None:
         check(q * 2.0**power, cache, ids, sm_scale=2.0 ** (-5 - power), batch_invariant=True)
 
 
-def test_other_lists_between_replays(heads: int, d_qk: int) -> None:
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_one_graph_for_any_contents(heads: int, d_qk: int, batch_invariant: bool) -> None:
+    inputs = [inputs_of(heads, d_qk, seed=seed) for seed in (0, 1, 0)]
+    lengths = [every_length().roll(shift, 0) for shift in (0, 7, BATCH // 2)]
+    check_one_graph(inputs, lengths, batch_invariant)
+
+
+def test_the_lengths_of_others_do_not_matter(heads: int, d_qk: int) -> None:
     q, cache, ids = vars(inputs_of(heads, d_qk)).values()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = OP(q, cache, ids, batch_invariant=True)
-    for shift in (1, 7, BATCH // 2):
-        ids.copy_(ids.roll(shift, 0).masked_fill(torch.rand_like(ids, dtype=torch.float32) < 0.2, -1))
-        graph.replay()
-        assert same_bits(captured, OP(q, cache, ids, batch_invariant=True))
+    out, lse = OP(q, cache, ids, batch_invariant=True)
+    lengths = every_length()
+    lengths[::3] = TOPK
+    others = OP(q, cache, ids, topk_length=lengths, batch_invariant=True)
+    assert same_bits((others[0][::3], others[1][::3]), (out[::3], lse[::3]))
 
 
 def test_lengths(heads: int, d_qk: int) -> None:
     """Also those that leave a CTA of a pair without a key in a tile, and parts without keys."""
     q, cache, ids = vars(inputs_of(heads, d_qk)).values()
-    lengths = torch.arange(BATCH, device=DEVICE, dtype=torch.int32)[:, None] % (TOPK + 2) - 1
-    check(q, cache, ids, topk_length=lengths, batch_invariant=True)
+    check(q, cache, ids, topk_length=every_length(), batch_invariant=True)
     many = make_gpu(2, 1, BLOCKS, 64, heads, 2048, d_qk)
     for pair in ((0, 1), (16, 17), (31, 33), (64, 65), (2047, 2048)):
         lengths = torch.tensor(pair, device=DEVICE, dtype=torch.int32)[:, None]
