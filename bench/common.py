@@ -31,8 +31,8 @@ try:
 except ImportError:  # not every build of torch includes triton
     do_bench = None
 
-#: Seconds for which a graph runs before it is timed.
-WARM_UP = 0.3
+#: Seconds of rest before a graph runs, and for which it runs before it is timed.
+REST, WARM_UP = 1.0, 0.3
 TIMER = "triton.testing.do_bench, median" if do_bench else "CUDA events, L2 flushed, median"
 
 
@@ -70,13 +70,19 @@ def make_case(
     *,
     tflops: float | None = None,
     peer: tuple[str, float] | None = None,
+    cold_ms: float | None = None,
     err: dict[str, float] | None = None,
     **others: Any,
 ) -> Case:
-    """One line of a result file. The peer's figure is in TFLOP/s if the case has `tflops`, else in milliseconds."""
+    """One line of a result file. The peer's figure is in TFLOP/s if the case has `tflops`, else in milliseconds.
+
+    `cold_ms` is the time by measure_ms, where `ms` is not: peers were measured that way, so the ratio uses it.
+    """
     ratio = None
     if peer:
-        ratio = tflops / peer[1] if tflops else peer[1] / ms
+        ratio = (tflops / peer[1] if tflops else peer[1] / ms) * (ms / cold_ms if cold_ms else 1)
+    if cold_ms:
+        others["cold_ms"] = round(cold_ms, 6)
     return {
         "name": name,
         "group": group,
@@ -121,14 +127,16 @@ def measure_rotating_ms(call: Callable[[Any], object], inputs: Sequence[Any]) ->
     """Milliseconds per call in a CUDA graph of one call per input: the time of a short kernel in the middle of others.
 
     Together the inputs should be several times as large as the L2. Unlike after a flush, the L2 is not full of modified
-    data that must be written back before other data can be cached. The graph runs for a while first: after inputs are
-    made, or after a rest, clocks and power are not yet those of a program that goes on.
+    data that must be written back before other data can be cached. The chip rests first, because several seconds of
+    work lower its clock, and a time would depend on the cases before it. Then the graph runs for a while: right after a
+    rest, clocks and power are not yet those of a program that goes on.
     """
     call(inputs[0])
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         kept = [call(value) for value in inputs]
+    time.sleep(REST)
     started = time.monotonic()
     while time.monotonic() - started < WARM_UP:
         graph.replay()
