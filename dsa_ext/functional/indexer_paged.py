@@ -22,8 +22,9 @@ def indexer_logits_paged(
         logits[b * N + n, t] = scale[t] * sum_h relu(q[b, n, h].k[t]) * weights[b * N + n, h]
 
     with scale 1 for bf16, and -inf for every other column. A length that is negative counts as 0, one above `max_len`
-    or above what the table holds as that. A key whose block is not in [0, blocks) is never read, and has -inf. Logits
-    are bitwise equal to those of :func:`indexer_logits` for the same keys in one tensor, whatever else is in the batch.
+    or above what the table holds as that. A key whose block is not in [0, blocks) is never read, and has -inf. On a GPU
+    logits are bitwise equal to those of :func:`indexer_logits` for the same keys in one tensor, whatever else is in the
+    batch.
 
     Args:
         q: queries [B, N, Hi, Di]: float8_e4m3fn or bf16, on the CPU also fp32 and float64. N is 1 to 6; Hi is 8, 16, 32
@@ -70,8 +71,9 @@ def indexer_topk_paged(
     ::
 
         logits = indexer_logits_paged(q, k_cache, weights, context_lens, block_table)
-        starts = torch.zeros(B * N, dtype=torch.int32)
-        ends = (context_lens[:, None] - N + 1 + torch.arange(N, dtype=torch.int32)).flatten()  # for context_lens [B]
+        starts = torch.zeros(B * N, dtype=torch.int32, device=q.device)
+        n = torch.arange(N, dtype=torch.int32, device=q.device)
+        ends = (context_lens[:, None] - N + 1 + n).flatten()  # for context_lens [B]
         indices, values = topk_select(logits, starts, ends, topk)  # page_table=block_table with return_slots
 
     Args:

@@ -343,9 +343,9 @@ def sparse_mla_decode(
         topk_length: number of leading ids in use, int32 [B, N], or [B] for all tokens of a sequence; all by default.
         attn_sink: logit per head [H], fp32 (float64 for float64 inputs), that takes a share of the probability and
             adds no value. -inf disables the sink.
-        batch_invariant: make the bits of a token's results independent of the batch around it, of its size and its
-            other tokens. Keys are then never split over SMs, so that small batches take longer; see the documentation
-            of the operator for how much.
+        batch_invariant: on a GPU, make the bits of a token's results independent of the batch around it, of its size
+            and its other tokens. Keys are then never split over SMs, so that small batches take longer; see the
+            documentation of the operator for how much.
 
     Returns:
         out [B, N, H, d_v] in the dtype of q, and lse [B, N, H], fp32, natural logarithm, without the sink. Neither is

@@ -58,6 +58,7 @@ class PagedKVCache:
         index_dtype: of the indexer's keys: float8_e4m3fn with one scale per key, or that of the layers.
         batch_invariant: layers pass it to :func:`dsa_ext.sparse_mla_decode`: a token's attention then has bits that do
             not depend on the other sequences of the step. Small batches take longer.
+        device: where the pages are, that of the layers; PyTorch's default device if None.
     """
 
     def __init__(
