@@ -1,5 +1,8 @@
 """PagedKVCache on the CPU: its pages, the tensors that a step reads, its errors."""
 
+import copy
+import io
+import pickle
 import random
 import re
 from typing import Any
@@ -337,3 +340,38 @@ def test_built_in_inference_mode() -> None:
         cache.write(0, torch.ones(1, 576).bfloat16())
     cache.truncate(sequence, 1)
     assert not any(t.is_inference() for t in (cache.kv(0), cache.index_keys(0)))
+
+
+def saved_and_loaded(cache: PagedKVCache) -> PagedKVCache:
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    loaded: PagedKVCache = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "torch.save"],
+)  # fmt: skip
+@pytest.mark.parametrize("decoding", [False, True])
+def test_copies(copied: Any, decoding: bool) -> None:
+    """In the middle of a step: a copy goes on with it, and with later steps, as the cache itself would."""
+    cache = make_small(num_blocks=8)
+    a, b = cache.add(), cache.add()
+    cache.prefill([a, b], [5, 3])
+    cache.write(1, torch.randn(8, 576).bfloat16())
+    cache.decode([b, None]) if decoding else cache.prefill([b, a], [1, 1])
+    other = copied(cache)
+    for rows in (torch.randn(2, 576).bfloat16(), torch.randn(4, 576).bfloat16()):
+        for each in (cache, other):
+            each.write(1, rows)
+        assert all(torch.equal(x, y) for x, y in zip(other.step, cache.step, strict=True))
+        for sequence in (a, b):
+            assert other.blocks(sequence) == cache.blocks(sequence)
+            pages = cache.kv(1)[cache.blocks(sequence)], other.kv(1)[cache.blocks(sequence)]
+            assert torch.equal(*(page.flatten(0, 1)[: cache.length(sequence)] for page in pages))
+        for each in (cache, other):
+            each.decode([a, b], 2)
+    cache.free(a)
+    assert (cache.sequences, other.sequences) == ([b], [a, b])
