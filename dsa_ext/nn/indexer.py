@@ -120,7 +120,8 @@ class LightningIndexer(nn.Module):
         """Writes the keys of the cache's current step, and selects for each of its queries among all keys that its
         sequence has in the cache: int32 [B, S, topk], ascending in the order of the sequence, then -1.
 
-        They are cache slots in a step of decoding, and numbers of keys as in PagedKVCache.gather in one of prefill.
+        They are cache slots in a step of decoding, and numbers of keys as in PagedKVCache.gather in one of prefill. A
+        query of which all scores are NaN gets its own key, as in select.
         """
         step = cache.step
         (q, k, weights), k_scale = as_selected(tensors, self.precision)
@@ -128,12 +129,13 @@ class LightningIndexer(nn.Module):
         if isinstance(step, PrefillStep):
             k, k_scale = cache.gather_index(layer)
             bounds = step.starts[0], step.ends[0]
-            return functional.indexer_topk(q[0], k, weights[0], *bounds, topk, k_scale=k_scale)[0][None]
+            keys, _ = functional.indexer_topk(q[0], k, weights[0], *bounds, topk, k_scale=k_scale)
+            return _with_last_key(keys[None], step.ends - 1)
         pages, heads = cache.index_keys(layer), weights.flatten(0, 1)
         slots, _ = functional.indexer_topk_paged(
             q, pages, heads, step.context_lens, step.block_table, topk, return_slots=True
         )
-        return slots.view(*q.shape[:2], topk)
+        return _with_last_key(slots.view(*q.shape[:2], topk), step.slots)
 
     def scores(self, tensors: IndexerTensors, ids: Tensor) -> Tensor:
         """Scores of the listed keys [B, S, K], -inf where an id is not one of the S keys. Differentiable."""
@@ -178,9 +180,16 @@ def select_keys(
     # A bound outside of the sequence would be a key of another.
     starts, ends = starts.clamp(0, seq_kv) + first, ends.clamp(0, seq_kv) + first
     ids, _ = functional.indexer_topk(q, k, weights, starts.flatten(), ends.flatten(), topk, k_scale=k_scale)
-    ids = ids.view(*tensors.q.shape[:2], topk)
-    ids[..., 0] = torch.where((ids[..., 0] < 0) & (starts < ends), ends - 1, ids[..., 0])
+    ids = _with_last_key(ids.view(*tensors.q.shape[:2], topk), torch.where(starts < ends, ends - 1, -1))
     return torch.where(ids >= 0, ids - first[..., None], -1) if batch > 1 else ids
+
+
+def _with_last_key(ids: Tensor, last: Tensor) -> Tensor:
+    """The selected ids [B, S, K], where those of a query that has selected none begin with its last key: `last` [B, S],
+    int32, -1 if it has no keys."""
+    first = ids[..., 0]
+    ids[..., 0] = torch.where(first < 0, last, first)
+    return ids
 
 
 def scores_of_keys(tensors: IndexerTensors, ids: Tensor, deterministic: bool = False) -> Tensor:

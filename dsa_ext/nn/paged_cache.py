@@ -117,10 +117,10 @@ class PagedKVCache:
             else memory((page_size, self.index_columns), self.index_dtype)
         )
         self.device = self._kv[0].device
-        # What a step of decoding reads: three int64 per token, and an int32 per sequence. They share no memory, since
-        # torch.save refuses views of the same memory in two dtypes.
+        # What a step of decoding reads: three int64 per token, and an int32 per sequence and per token. They share no
+        # memory, since torch.save refuses views of the same memory in two dtypes.
         self._words = torch.zeros(3 * MAX_TOKENS * self.max_sequences, device=self.device, dtype=torch.int64)
-        self._numbers = torch.zeros(self.max_sequences, device=self.device, dtype=torch.int32)
+        self._numbers = torch.zeros((1 + MAX_TOKENS) * self.max_sequences, device=self.device, dtype=torch.int32)
         self._block_table = self._tables.tables[:-1].to(self.device, copy=True)
         self._uploaded = self._tables.tables[:-1].clone()  # what _block_table has
 
@@ -260,16 +260,19 @@ class PagedKVCache:
         table = tables.tables[torch.tensor(rows, device="cpu")]
         positions = (lengths[:, None] + torch.arange(-tokens, 0, device="cpu")).clamp(min=0)
         blocks = table.gather(1, positions // page).long()
+        slots = torch.where(blocks < 0, -1, blocks * page + positions % page)
         blocks = torch.where(blocks < 0, self.num_blocks, blocks)
         self._upload(self._words, torch.stack([positions, blocks, positions % page]).flatten())
-        self._upload(self._numbers, lengths.int())
+        self._upload(self._numbers, torch.cat([lengths, slots.flatten()]).int())
         if not torch.equal(table, self._uploaded[:batch]):
             self._uploaded[:batch] = table
             self._upload(self._block_table, table)
         positions, blocks, offsets = self._words[: 3 * batch * tokens].view(3, -1)
+        context_lens, slots = self._numbers[: batch * (1 + tokens)].tensor_split([batch])
         self._step = DecodeStep(
-            positions.view(batch, tokens), blocks, offsets, self._numbers[:batch], self._block_table[:batch]
-        )
+            positions.view(batch, tokens), blocks, offsets, slots.view(batch, tokens),
+            context_lens, self._block_table[:batch],
+        )  # fmt: skip
 
     def rows(self) -> CachedRows:
         """The positions of the step's tokens, for apply_rope."""

@@ -28,6 +28,7 @@ class DecodeStep(NamedTuple):
         positions: of the tokens in their sequences, int64 [B, N].
         blocks: pages of the tokens, int64 [B * N].
         offsets: rows of the tokens in these pages, int64 [B * N].
+        slots: of the tokens in the cache, page * page_size + row, -1 in a row without a sequence: int32 [B, N].
         context_lens: number of tokens of each sequence, these included, int32 [B].
         block_table: pages of each sequence, -1 where there is none, int32 [B, pages].
     """
@@ -35,6 +36,7 @@ class DecodeStep(NamedTuple):
     positions: Tensor
     blocks: Tensor
     offsets: Tensor
+    slots: Tensor
     context_lens: Tensor
     block_table: Tensor
 

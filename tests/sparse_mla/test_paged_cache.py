@@ -79,6 +79,8 @@ def test_addresses_stay() -> None:
         addresses.add(tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in step))
         cache.decode([a, b, c])
         assert cache.step.context_lens.tolist() == [cache.length(s) for s in (a, b, c)]  # type: ignore[union-attr]
+        last = [[4 * cache.blocks(s)[-1] + (cache.length(s) - 1) % 4] for s in (a, b, c)]
+        assert cache.step.slots.tolist() == last  # type: ignore[union-attr]
     assert len(addresses) == 1
 
 

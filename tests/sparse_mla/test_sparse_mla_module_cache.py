@@ -227,6 +227,32 @@ def test_rows_without_a_sequence() -> None:
             torch.testing.assert_close(a, b, equal_nan=True)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "precision", "latents"),
+    [(torch.float64, "bf16", None), (torch.bfloat16, "fp8", None), (torch.bfloat16, "fp8", FP8)],
+    ids=str,
+)
+def test_nan_and_infinities_reach_results(
+    dtype: torch.dtype, precision: str, latents: torch.dtype | None, value: float
+) -> None:
+    """They make all scores of their token NaN, which then selects its own key, and reach no other token: in prefill and
+    in decoding, as without a cache."""
+    layer, inputs = make_layer(dtype, precision), make_inputs(dtype)
+    for i, token in ((0, 0), (0, 6), (0, 20), (1, 8), (2, 7)):
+        inputs[i][token] = value
+    feeder = Feeder(layer, inputs, make_cache(layer, dtype=latents))
+    feeder.prefill({0: 8, 1: 3})
+    feeder.decode([1, None, 0], 2)
+    feeder.finish(3)
+    for i, x in enumerate(inputs):
+        with torch.no_grad():
+            whole = layer(x[None], cu_seqlens=torch.tensor([0, len(x)], dtype=torch.int32))
+        assert torch.equal(feeder.ids(i), whole.ids[0])
+        assert torch.equal(feeder.out(i).isnan(), ~x.isfinite().all(1)[:, None].expand(-1, HIDDEN))
+        assert torch.equal(feeder.out(i).isnan(), whole.out[0].isnan())
+
+
 def test_a_cache_under_autocast() -> None:
     layer, inputs = make_layer(torch.float32, "fp8"), make_inputs(torch.float32)
     with torch.no_grad(), autocast():

@@ -151,6 +151,37 @@ def test_one_graph_for_all_steps(tokens: int, dtype: torch.dtype) -> None:
         assert torch.equal(graphed.kv(layer)[used].view(torch.uint8), eager.kv(layer)[used].view(torch.uint8))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_nan_reaches_results(precision: str, dtype: torch.dtype) -> None:
+    """All scores of a token of NaN are NaN, and it selects its own key: in prefill, and in a graph of decoding. Other
+    tokens do not see it, and rows without a sequence select nothing."""
+    layer, inputs = make_layer(indexer={"precision": precision}), make_inputs()
+    cache = make_cache(layer, dtype=dtype)
+    a, b = cache.add(), cache.add()
+    prompts = torch.cat([inputs[0][:40], inputs[1][:30]])[None]
+    prompts[0, 50] = torch.nan
+    x = torch.zeros(3, 2, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        cache.prefill([a, b], [40, 30])
+        out = layer(prompts, cache=cache).out
+        assert torch.equal(out.isnan(), prompts.isnan())
+        cache.decode([None] * 3, 2)
+        layer(x, cache=cache)  # allocates what is allocated once
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            result = layer(x, cache=cache)
+        cache.decode([a, None, b], 2)
+        x[:] = inputs[2][:6].view(x.shape)
+        x[0, 1], x[1] = torch.nan, torch.nan
+        graph.replay()
+    assert result.out[0, 1].isnan().all()
+    assert result.out[[0, 2, 2], [0, 0, 1]].isfinite().all()
+    assert (result.ids[1] == -1).all()
+    assert cache.positions_of(result.ids)[0, 1].tolist() == [41] + [-1] * 47
+
+
 def test_nothing_waits_for_the_gpu() -> None:
     layer, (x, *_) = make_layer(), make_inputs()
     cache = make_cache(layer)
