@@ -1,6 +1,5 @@
 """Which pages hold which tokens: the part of PagedKVCache that runs on the host, before any kernel is launched."""
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -25,7 +24,7 @@ class PageTables:
         self.tables = torch.full((max_sequences + 1, -(-max_length // page_size)), -1, dtype=torch.int32, device="cpu")
         self.lengths: dict[int, int] = {}
         self._rows: dict[int, int] = {}
-        self._names = itertools.count()
+        self._added = 0
         self._free_rows = list(range(max_sequences))[::-1]
         self._free_blocks = list(range(num_blocks))[::-1]
 
@@ -49,7 +48,8 @@ class PageTables:
     def add(self) -> int:
         if not self._free_rows:
             raise CacheFullError(f"PagedKVCache: it holds max_sequences={self.empty_row} sequences")
-        sequence = next(self._names)
+        sequence = self._added
+        self._added += 1
         self._rows[sequence], self.lengths[sequence] = self._free_rows.pop(), 0
         return sequence
 
