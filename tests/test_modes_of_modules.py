@@ -51,6 +51,16 @@ def test_modules_under_autocast_in_float16(name: str) -> None:
             results_of(module)
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(("HyperConnection", "FP8Linear"))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_inputs_of_another_dtype(name: str, dtype: torch.dtype) -> None:
+    """An error that names the module and both dtypes."""
+    module = make_module(name)
+    message = rf"{type(module).__name__}: x must be float32 like the parameters, got {dtype} \[2, 70, 48\]"
+    with pytest.raises(ValueError, match=message.replace("torch.", "")):
+        results_of(module, dtype)
+
+
 def test_a_cache_under_autocast() -> None:
     module = BlockSparseAttention(48, 2, head_dim=64)
     x = torch.randn(1, 128, 48)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.ops._library import check_autocast, refuse_cache_in_transforms
+from dsa_ext.nn.projections import plain_weight
+from dsa_ext.ops._library import check_dtype, refuse_cache_in_transforms
 
 BLOCK = 64  # tokens
 #: Initial bias of the gate: sigmoid(2) = 0.88, about 7 parts of fine attention to 1 of coarse.
@@ -204,7 +205,7 @@ class BlockSparseAttention(nn.Module):
         Returns:
             [B, N, hidden_size]
         """
-        check_autocast("BlockSparseAttention", x)
+        check_dtype("BlockSparseAttention", x, plain_weight(self.q_proj))
         length = x.shape[1]
         if kv_block_size is not None and not isinstance(kv_block_size, BlockSizes):
             got = type(kv_block_size).__name__

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from dsa_ext import functional
 from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
+from dsa_ext.nn.projections import plain_weight
 from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn, placed
-from dsa_ext.ops._library import check_autocast
+from dsa_ext.ops._library import check_dtype
 
 
 class IndexerTensors(NamedTuple):
@@ -93,7 +94,7 @@ class LightningIndexer(nn.Module):
     def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor | PlacedRows | None = None) -> IndexerTensors:
         """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and `positions` for RoPE: [S], [B, S] or PlacedRows;
         0 to S - 1 by default."""
-        check_autocast("LightningIndexer", x)
+        check_dtype("LightningIndexer", x, plain_weight(self.wk))
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         positions = placed(positions)

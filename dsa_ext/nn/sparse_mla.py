@@ -17,7 +17,7 @@ from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_
 from dsa_ext.nn.rows import Rows, rows_of
 from dsa_ext.nn.tuples import SparseMLAOutput as SparseMLAOutput
 from dsa_ext.ops._checks import describe, dtype_name
-from dsa_ext.ops._library import as_autocast, check_autocast, refuse_cache_in_transforms
+from dsa_ext.ops._library import as_autocast, check_dtype, refuse_cache_in_transforms
 from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, VALUE_COLUMNS, WIDTHS
 
 Phase = Literal["dense", "warmup", "sparse"]
@@ -255,7 +255,7 @@ class SparseMLA(nn.Module):
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != self.hidden_size:
             got = describe(x) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"SparseMLA: x must be [B, S, {self.hidden_size}], got {got}")
-        check_autocast("SparseMLA", x)
+        check_dtype("SparseMLA", x, plain_weight(self.q_a_proj))
 
     def _check_ids(self, ids: Tensor, x: Tensor) -> None:
         if self.phase != "sparse":

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsa_ext import _native
-from dsa_ext.ops._checks import check_are_tensors, dtype_name, fail
+from dsa_ext.ops._checks import check_are_tensors, describe, dtype_name, fail
 
 #: Schemas are defined here, in Python, so that a pure-Python install has the operators too; the compiled library adds
 #: the CUDA implementations.
@@ -170,11 +170,14 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if is_enabled else None
 
 
-def check_autocast(module: str, x: Tensor) -> None:
-    """Raises an error under autocast in another dtype than bf16, which no operator takes."""
+def check_dtype(module: str, x: Tensor, weight: Tensor | None = None) -> None:
+    """Raises an error if x has another dtype than `weight`, by which the module multiplies it, if that is given; or
+    under autocast, which casts both, in another dtype than bf16, which no operator takes."""
     dtype = _autocast_dtype(x)
     if dtype not in (None, torch.bfloat16):
         raise RuntimeError(f"{module}: autocast must use bfloat16, got {dtype_name(dtype)}")
+    if dtype is None and weight is not None and x.dtype != weight.dtype:
+        raise ValueError(f"{module}: x must be {dtype_name(weight.dtype)} like the parameters, got {describe(x)}")
 
 
 def follow_autocast(op: str, *names: str) -> None:
