@@ -270,6 +270,8 @@ class SparseMLA(nn.Module):
         if not isinstance(cache, PagedKVCache):
             raise TypeError(f"SparseMLA: cache must be a PagedKVCache, got {type(cache).__name__}")
         refuse_cache_in_transforms("SparseMLA")
+        if cache.device != x.device:
+            raise ValueError(f"SparseMLA: cache is on {cache.device}, x on {x.device}")
         if self.phase != "sparse":
             raise ValueError(f"SparseMLA: a cache is for the phase 'sparse', got {self.phase!r}")
         if torch.is_grad_enabled():

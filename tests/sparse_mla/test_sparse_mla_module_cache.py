@@ -301,6 +301,9 @@ def test_errors_of_calls() -> None:
                 layer(given, cache=cache, **options)
         with pytest.raises(TypeError, match="SparseMLA: cache must be a PagedKVCache, got dict"):
             layer(x, cache={})
+        elsewhere = make_layer().to("meta").make_cache(1, 8, 1, 8)
+        with pytest.raises(ValueError, match="SparseMLA: cache is on meta, x on cpu"):
+            layer(x, cache=elsewhere)
         with pytest.raises(ValueError, match="layer is a number in a cache, got 0 without a cache"):
             layer(x, layer=0)
         cache.prefill([sequence], [2])
