@@ -68,7 +68,7 @@ def topk_select(
     topk: int,
     *,
     page_table: Tensor | None = None,
-    page_size: int = 64,
+    page_size: int | None = None,
     row_to_sequence: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Ids of the largest logits of each row, in ascending order: the token selection of DeepSeek-V3.2.
@@ -87,7 +87,7 @@ def topk_select(
             of the cache in place of ids, in the order of the ids: page_table[b, t // page_size] * page_size + t %
             page_size for column t of sequence b. A selected column whose page is negative or not in the table, or whose
             slot exceeds int32, has slot -1.
-        page_size: tokens per page.
+        page_size: tokens per page; 64 by default, None without page_table.
         row_to_sequence: the sequence of each row [R], int32; a row of no sequence in [0, B) has slots -1. By default
             each of the B sequences has R / B consecutive rows.
 
@@ -102,6 +102,9 @@ def topk_select(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
+    if page_table is None and page_size is not None:
+        fail("topk_select", f"page_size must be None without page_table, got {page_size}")
+    page_size = 64 if page_size is None else page_size
     result: tuple[Tensor, Tensor] = torch.ops.dsa.topk_select.default(
         logits, starts, ends, topk, page_table, page_size, row_to_sequence
     )

@@ -125,6 +125,16 @@ def test_slots_without_rows_sequences_or_pages() -> None:
     assert values.tolist() == [[1.0] * 3] * 2
 
 
+def test_pages_without_a_table() -> None:
+    args = torch.ones(2, 5), int32(0, 0), int32(5, 5), 3
+    with pytest.raises(RuntimeError, match="dsa::topk_select: page_size must be None without page_table, got 64"):
+        dsa_ext.topk_select(*args, page_size=64)
+    table = torch.arange(2, dtype=torch.int32)[:, None]
+    slots, _ = dsa_ext.topk_select(*args, page_table=table)
+    assert torch.equal(slots, dsa_ext.topk_select(*args, page_table=table, page_size=64)[0])
+    assert slots.tolist() == [[0, 1, 2], [64, 65, 66]]
+
+
 @pytest.mark.parametrize("call", [native, cpu, fake])
 @errors_of("topk_select")
 def test_errors(call: Callable[..., Any], op: str, changes: dict[str, Any], text: str) -> None:
