@@ -70,19 +70,13 @@ def make_case(
     *,
     tflops: float | None = None,
     peer: tuple[str, float] | None = None,
-    cold_ms: float | None = None,
     err: dict[str, float] | None = None,
     **others: Any,
 ) -> Case:
-    """One line of a result file. The peer's figure is in TFLOP/s if the case has `tflops`, else in milliseconds.
-
-    `cold_ms` is the time by measure_ms, where `ms` is not: peers were measured that way, so the ratio uses it.
-    """
+    """One line of a result file. The peer's figure is in TFLOP/s if the case has `tflops`, else in milliseconds."""
     ratio = None
     if peer:
-        ratio = (tflops / peer[1] if tflops else peer[1] / ms) * (ms / cold_ms if cold_ms else 1)
-    if cold_ms:
-        others["cold_ms"] = round(cold_ms, 6)
+        ratio = tflops / peer[1] if tflops else peer[1] / ms
     return {
         "name": name,
         "group": group,

@@ -14,17 +14,7 @@ import torch
 from torch import Tensor
 
 import dsa_ext
-from bench.common import (
-    PEERS,
-    Case,
-    drawing,
-    grouped_bars,
-    make_case,
-    measure_ms,
-    measure_rotating_ms,
-    peer_figure,
-    run,
-)
+from bench.common import PEERS, Case, drawing, grouped_bars, make_case, measure_rotating_ms, peer_figure, run
 from dsa_ext.testing.paged_inputs import PagedInputs, gathered, make_paged_inputs
 from dsa_ext.testing.tolerances import bits
 
@@ -106,11 +96,7 @@ def measure_logits(spec: Spec, _times: dict[str, float]) -> Case:
     ms = measure_rotating_ms(lambda i: dsa_ext.indexer_logits_paged(**vars(i)), inputs)
     logits_bytes = 4 * spec.batch * spec.queries * spec.keys
     tbps = round((spec.key_bytes() + logits_bytes) / ms / 1e9, 3)
-    peer = peer_of(spec)
-    cold_ms = measure_ms(lambda: dsa_ext.indexer_logits_paged(**vars(inputs[0]))) if peer else None
-    return make_case(
-        spec.name, spec.group, spec.args(), ms, peer=peer, cold_ms=cold_ms, err={"differing": 0}, tbps=tbps
-    )
+    return make_case(spec.name, spec.group, spec.args(), ms, peer=peer_of(spec), err={"differing": 0}, tbps=tbps)
 
 
 @torch.inference_mode()
@@ -126,8 +112,7 @@ def plot(cases: list[Case], path: Path) -> None:
             shown = [case for case in cases if case["peer"] and case["args"]["N"] == queries]
             series = {
                 "dsa_ext": [case["ms"] * 1e3 for case in shown],
-                "DeepGEMM, L2 flushed": [case["peer_value"] * 1e3 for case in shown],
-                "dsa_ext, L2 flushed": [case["cold_ms"] * 1e3 for case in shown],
+                "DeepGEMM": [case["peer_value"] * 1e3 for case in shown],
             }
             names = [f"{case['args']['B']} x {case['args']['S_kv'] // 1024}K" for case in shown]
             grouped_bars(axis, names, series)

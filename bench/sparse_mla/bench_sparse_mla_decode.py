@@ -12,17 +12,7 @@ import torch
 from torch import Tensor
 
 import dsa_ext
-from bench.common import (
-    PEERS,
-    Case,
-    drawing,
-    grouped_bars,
-    make_case,
-    measure_ms,
-    measure_rotating_ms,
-    peer_figure,
-    run,
-)
+from bench.common import PEERS, Case, drawing, grouped_bars, make_case, measure_rotating_ms, peer_figure, run
 from dsa_ext.testing.tolerances import errors
 
 OP = "sparse_mla_decode"
@@ -98,8 +88,6 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     ms = measure_rotating_ms(call, sets)
     flop = 2 * spec.batch * spec.tokens * spec.heads * TOPK * (COLUMNS + 512)
     key_bytes = spec.batch * spec.tokens * TOPK * cache.shape[-1] * cache.element_size()
-    peer = peer_of(spec, flop)
-    cold_ms = measure_ms(lambda: call(sets[0])) if peer else None
     letters = {"B": spec.batch, "N": spec.tokens, "H": spec.heads, "K": TOPK, "context": CONTEXT, "page": PAGE}
     return make_case(
         spec.name,
@@ -107,8 +95,7 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
         {**letters, "packed": spec.packed, "batch_invariant": spec.batch_invariant},
         ms,
         tflops=flop / ms / 1e9,
-        peer=peer,
-        cold_ms=cold_ms,
+        peer=peer_of(spec, flop),
         err={"similarity": found.similarity},
         tbps=round(key_bytes / ms / 1e9, 3),
     )
@@ -122,19 +109,15 @@ def label(case: Case) -> str:
 
 
 def plot(cases: list[Case], path: Path) -> None:
-    """One panel per number of heads: the time of every batch, and with the L2 flushed, as the peer's, where that is
-    known. `inv.` is batch_invariant."""
+    """One panel per number of heads: the time of every batch, and the peer's where it is known. `inv.` is
+    batch_invariant."""
     groups = list(dict.fromkeys(case["group"] for case in cases))
     with drawing(path, 4.5 * len(groups), len(groups)) as row:
         for axis, group in zip(row if len(groups) > 1 else [row], groups, strict=True):
             chosen = [case for case in cases if case["group"] == group]
             series = {"dsa_ext": [case["ms"] * 1e3 for case in chosen]}
             if any(case["peer"] for case in chosen):
-                cold = [case.get("cold_ms", 0) * 1e3 for case in chosen]
-                series["FlashMLA, L2 flushed"] = [
-                    us * (case["ratio"] or 0) for us, case in zip(cold, chosen, strict=True)
-                ]
-                series["dsa_ext, L2 flushed"] = cold
+                series["FlashMLA"] = [case["ms"] * 1e3 * (case["ratio"] or 0) for case in chosen]
             grouped_bars(axis, [label(case) for case in chosen], series)
             axis.set(title=f"{group}, B x N", ylabel="us")
             axis.legend(loc="upper left", fontsize=8)
