@@ -55,15 +55,16 @@ HEADLINES = (
     (
         "sparse_mla_decode",
         "fp8_h128_b1_n1",
-        "Decoding from an fp8 cache, one token, 128 heads, 2048 selected keys: **{us:.1f} µs**, {ratio:.2f} times "
-        "{peer} ({low:.2f} to {high:.2f}: {library} is faster with 128 heads from 128 sequences on).",
+        "Decoding from an fp8 cache, one token, 128 heads, 2048 selected keys: **{us:.1f} µs** in a CUDA graph, "
+        "{ratio:.2f} times {peer} with the L2 flushed ({low:.2f} to {high:.2f}: {library} is faster with 128 heads "
+        "from 128 sequences on).",
     ),
     (
         "indexer_logits_paged",
         "h64_1x131072_n1",
-        "Indexer logits from a paged cache in fp8, 131072 keys, 64 heads: **{us:.1f} µs**, {ratio:.2f} times {peer} "
-        "({low:.2f} to {high:.2f}: {library} is faster with two tokens of 8 sequences and more, "
-        "and with one token of 128 on 131072 keys).",
+        "Indexer logits from a paged cache in fp8, 131072 keys, 64 heads: **{us:.1f} µs** in a CUDA graph, "
+        "{ratio:.2f} times {peer} with the L2 flushed ({low:.2f} to {high:.2f}: {library} is faster with two tokens of "
+        "8 sequences and more, and with one token of 128 on 131072 keys).",
     ),
     (
         "sparse_mla_layer",

@@ -114,9 +114,9 @@ def check_greedy(model: Model, prompts: list[Tensor], tokens: Tensor) -> tuple[i
 
 
 def get_model(args: argparse.Namespace) -> tuple[Model, dict[str, int]]:
-    """That of the checkpoint, or if there is none, a small one that is trained first."""
+    """That of the checkpoint, or if there is none, one that is trained first, for fewer steps."""
     if not args.checkpoint.exists():
-        print(f"There is no {args.checkpoint}: a small model is trained first. examples/train.py trains a better one.")
+        print(f"There is no {args.checkpoint}: a model is trained first. examples/train.py trains a better one.")
         steps = ["--dense-steps", "80", "--warmup-steps", "20", "--sparse-steps", "30", "--measure-every", "1000"]
         training = training_arguments([*steps, "--checkpoint", str(args.checkpoint)])
         save(train(training)[0], training)

@@ -56,8 +56,8 @@ class PagedKVCache:
             float8_e4m3fn, the layout of :func:`dsa_ext.pack_kv_fp8` with 656 or 528 bytes per token, for layers in
             bf16.
         index_dtype: of the indexer's keys: float8_e4m3fn with one scale per key, or that of the layers.
-        batch_invariant: layers pass it to :func:`dsa_ext.sparse_mla_decode`: a token's attention then has bits that do
-            not depend on the other sequences of the step. Small batches take longer.
+        batch_invariant: layers pass it to :func:`dsa_ext.sparse_mla_decode`: on a GPU a token's attention then has
+            bits that do not depend on the other sequences of the step. Small batches take longer.
         device: where the pages are, that of the layers; PyTorch's default device if None.
     """
 
