@@ -6,8 +6,8 @@
 Each part takes less than two minutes: its calls are small, and their results are checked on the CPU, so that the tool
 runs little but the kernels. memcheck finds accesses outside of each tensor, not only outside of the allocator's blocks:
 every tensor is an allocation of its own. racecheck recognizes only barriers as synchronization. It reports the words
-that CTAs of mhc_pre_fwd send each other and poll as races, and what lanes of sparse_mha have read before one of them
-arrives for its warp, behind __syncwarp; so these parts are skipped.
+that CTAs of mhc_pre_fwd and mhc_pre_bwd send each other and poll as races, and what lanes of sparse_mha have read
+before one of them arrives for its warp, behind __syncwarp; so these parts are skipped.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from dsa_ext.testing.progress import Progress
 
 TOOLS = ("memcheck", "racecheck")
 #: Parts that a tool skips.
-LEFT_OUT = {"memcheck": (), "racecheck": ("mhc_pre_fwd", "sparse_mha")}
+LEFT_OUT = {"memcheck": (), "racecheck": ("mhc_pre_fwd", "mhc_pre_bwd", "sparse_mha")}
 #: Seconds after which a part counts as hanging.
 LIMIT = 600
 

@@ -3,14 +3,10 @@
 #include <cstdint>
 #include <optional>
 
+#include "ops/mhc/limits.h"
 #include "torch/abi.h"
 
 namespace dsa::mhc {
-namespace {
-
-constexpr int64_t kMaxColumns = 8192;  // phi must fit in the registers of a cluster
-
-}  // namespace
 
 void check_streams(const char* op, const Tensor& x) {
   check_tensor(op, "x", x, ScalarType::BFloat16, {{"B"}, {"S"}, {"n"}, {"D"}});

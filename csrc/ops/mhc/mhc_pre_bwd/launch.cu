@@ -21,10 +21,9 @@ const char* launch_tokens(const Params& p, cudaStream_t stream) {
   if (!encode(&dx_map, p.dx, kStreams)) return "no tensor map for dx";
   constexpr int kBytes = sizeof(ColumnStorage<kStreams>);
   static_assert(ctas_per_sm(kStreams) * (kBytes + 1024) <= kMaxSharedBytes + 1024);
-  const Grid column_grid(p.columns / kColumns * p.runs, 1, /*programmatic=*/true);
-  const char* error =
-      launch_kernel<gates_kernel<kStreams>>(p.device, unsigned(p.padded_tokens), kTokenThreads, 0, stream, p);
-  if (error != nullptr) return error;
+  const cudaError_t error = cudaMemsetAsync(p.messages, 0xff, p.message_bytes, stream);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  const Grid column_grid(p.columns / kColumns * p.runs, 1, /*programmatic=*/false, /*cooperative=*/true);
   return launch_kernel<columns_kernel<kStreams>>(p.device, column_grid, Shape<kStreams>::kThreads, kBytes, stream, p,
                                                  x_map, dh_in_map, dx_map);
 }

@@ -45,16 +45,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Ten
 
   x = aligned_contiguous(x);
   const int64_t tokens = x.size(0) * x.size(1), flat = streams * columns;
-  const int64_t padded = (tokens + kTokens - 1) / kTokens * kTokens;
   // Without tokens there are no runs, and empty sums are zero.
-  const int64_t tiles = padded / kTokens, slots = ctas_per_sm(static_cast<int>(streams)) * call.num_sms;
-  const int64_t runs = std::min(std::max<int64_t>(slots / (columns / kColumns), 1), tiles);
+  const int64_t tiles = (tokens + kTokens - 1) / kTokens, slices = columns / kColumns;
+  const int64_t slots = ctas_per_sm(static_cast<int>(streams)) * call.num_sms;
+  DSA_CHECK(slices <= slots, kOp, ": needs ", slices, " CTAs at once for x's hidden size of ", columns,
+            ", but this device has room for ", slots);
+  const int64_t runs = std::min(slots / slices, tiles);
+  const int64_t sums = tiles * slices * kTokens * streams;
+  const int64_t messages_count = sums + tiles * kTokens * pitch_of(static_cast<int>(streams)) / 2;
   const auto floats = [&](std::initializer_list<int64_t> sizes) { return empty(sizes, ScalarType::Float, call.index); };
   Tensor dx = empty({x.size(0), x.size(1), streams, columns}, ScalarType::BFloat16, call.index);
   Tensor dphi = floats({mixed, flat}), dalpha = floats({3}), dbias = floats({mixed}),
          dgamma = floats({gamma ? flat : 0});
   Tensor terms = floats({2, mixed, tokens}), parts = floats({runs, mixed, flat});
-  Tensor dh_mix = empty({2, padded, pitch_of(static_cast<int>(streams))}, ScalarType::BFloat16, call.index);
+  Tensor messages = floats({messages_count});
   const auto read = [](const Tensor& tensor) { return static_cast<const float*>(tensor.data_ptr()); };
   const auto write = [](const Tensor& tensor) { return static_cast<float*>(tensor.data_ptr()); };
   const Params params{
@@ -76,13 +80,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mhc_pre_bwd(Tensor dh_in, Ten
       .dgamma = write(dgamma),
       .eps = static_cast<float>(eps),
       .terms = write(terms),
-      .dh_mix = dh_mix.data_ptr(),
       .parts = write(parts),
+      .messages = write(messages),
+      .message_bytes = messages_count * static_cast<int64_t>(sizeof(float)),
+      .sums = write(messages),
+      .gates = write(messages) + sums,
       .tokens = static_cast<int>(tokens),
       .streams = static_cast<int>(streams),
       .columns = static_cast<int>(columns),
       .runs = static_cast<int>(runs),
-      .padded_tokens = static_cast<int>(padded),
       .device = call.index,
   };
   call.check(launch(params, call.stream()));

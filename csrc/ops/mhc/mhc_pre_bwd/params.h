@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "ops/mhc/limits.h"
+
 namespace dsa::mhc_pre_bwd {
 
 struct Params {
@@ -16,23 +18,26 @@ struct Params {
   // Scratch.
   float*
       terms;  // [2, mixed, tokens]: gradients of the arguments of the gates; the same times what alpha multiplies there
-  void*
-      dh_mix;  // bf16 [2, padded_tokens, pitch]: rounded part and remainder, zero-padded; then 4 more numbers per token
   float* parts;  // [runs, mixed, streams * columns]: sums over a run of tokens
 
+  // Messages (sm90/messages.cuh), adjacent.
+  float* messages;
+  int64_t message_bytes;
+  float* sums;   // [tiles, slices, kTokens, streams]: of dh_in times x over the slice's columns
+  float* gates;  // [tiles, kTokens, pitch / 2]
+
   int tokens, streams, columns, runs;
-  int padded_tokens;  // a multiple of kTokens
-  int device;         // CUDA device index
+  int device;  // CUDA device index
 };
 
-inline constexpr int kTokens = 32, kColumns = 128;  // of a tile of x, which has all streams
+inline constexpr int kTokens = 16, kColumns = 128;  // of a tile of x, which has all streams
 
 // Of columns_kernel.
 constexpr int ctas_per_sm(int streams) { return streams == 2 ? 2 : 1; }
 
-// Columns of a row of dh_mix in scratch: a multiple of 16 plus 8, which avoids bank conflicts between rows and has room
-// for 4 more numbers.
-constexpr int pitch_of(int streams) { return (streams * streams + 2 * streams + 15) / 16 * 16 + 8; }
+// bf16 columns of a row of the gates in scratch: the gradients of h_mix, rounded part and remainder, then room for
+// streams + 1 floats. An odd number of 16 bytes, which avoids bank conflicts between rows.
+constexpr int pitch_of(int streams) { return ((streams * (streams + 2) / 4 + (streams + 4) / 4) | 1) * 8; }
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
 const char* launch(const Params& params, void* stream);
