@@ -124,6 +124,18 @@ def expanded_queries(
     return Expanded(first, first)
 
 
+def _together(key_weight: Tensor, value_weight: Tensor) -> Tensor:
+    """[H, nope + v, latent], from [H, nope, latent] and [H, v, latent]. Without a copy where they are parts of one
+    tensor already, as those of kv_b_proj."""
+    heads, nope, latent = key_weight.shape
+    columns = nope + value_weight.shape[1]
+    storages = {part.untyped_storage()._cdata for part in (key_weight, value_weight)}
+    behind = value_weight.storage_offset() == key_weight.storage_offset() + nope * latent
+    if len(storages) == 1 and behind and key_weight.stride() == value_weight.stride() == (columns * latent, latent, 1):
+        return key_weight.as_strided((heads, columns, latent), key_weight.stride())
+    return torch.cat([key_weight, value_weight], dim=1)
+
+
 class Attended(NamedTuple):
     values: Tensor  # [B, S, H, v]
     lse: Tensor | None = None  # [B, S, H]; None of scaled_dot_product_attention
@@ -164,10 +176,10 @@ class ExpandedAttention:
         self.interleaved, self.ids = interleaved, ids
         self._options: dict[str, Any] = {"sm_scale": sm_scale, "causal": causal, "q_start": q_start, "window": window}
         n_heads, self.nope, latent = key_weight.shape
-        self.q = heads.clone(memory_format=torch.contiguous_format)
-        write_rotated(self.q[..., self.nope :], heads[..., self.nope :], cos, sin, interleaved)
+        self.q = heads.new_empty(heads.shape)
+        write_rotated(self.q, heads, cos, sin, interleaved, first=self.nope)
         self.latent, self.k_rope = kv[:, :, 0].tensor_split([latent], dim=-1)
-        weights = torch.cat([key_weight, value_weight], dim=1).flatten(0, 1)
+        weights = _together(key_weight, value_weight).flatten(0, 1)
         keys_and_values = linear(self.latent, weights).unflatten(-1, (n_heads, -1))
         self.k, self.v = keys_and_values.tensor_split([self.nope], dim=-1)
         self.fits = fits(self.nope, self.k_rope.shape[-1], self.v.shape[-1])
@@ -206,20 +218,20 @@ class ExpandedGradients:
     def take_heads(self) -> Tensor:
         """That of the heads, in the memory of the queries' gradient, which is overwritten: to be called once."""
         rope = self._dq[..., self._of.nope :]
-        rope_of_heads = rope.new_empty(rope.shape)  # write_rotated does not write what it still has to read
-        self._write_rope(rope_of_heads)
-        rope.copy_(rope_of_heads)
+        if self._of.interleaved:
+            rope.copy_(self._rotate(rope.new_empty(rope.shape), rope))
+        else:
+            self._rotate(rope, rope)
         return self._dq.contiguous()
 
     def write_heads(self, dheads: Tensor) -> None:
         """Writes that of the heads to `dheads`."""
-        nope = self._of.nope
-        dheads[..., :nope] = self._dq[..., :nope]
-        self._write_rope(dheads[..., nope:])
+        self._rotate(dheads, self._dq, first=self._of.nope)
 
-    def _write_rope(self, out: Tensor) -> None:
+    def _rotate(self, out: Tensor, gradient: Tensor, first: int = 0) -> Tensor:
         of = self._of
-        write_rotated(out, self._dq[..., of.nope :], of.cos, -of.sin, interleaved_out=of.interleaved)
+        write_rotated(out, gradient, of.cos, -of.sin, interleaved_out=of.interleaved, first=first)
+        return out
 
     def key_weight(self) -> Tensor:
         return self._weight(self._dk)

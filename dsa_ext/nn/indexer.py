@@ -114,7 +114,10 @@ class LightningIndexer(nn.Module):
         """Ids of the `topk` keys with the highest scores [B, S, topk], int32: ascending, then -1. `bounds` are the
         first key and the one after the last that a query sees, int32 [B, S]: by default the keys up to its own
         position."""
-        return select_keys(tensors, *(causal_bounds(tensors.k) if bounds is None else bounds), topk, self.precision)
+        if bounds is None:
+            starts, ends = causal_bounds(tensors.k)
+            return _select_within(tensors, starts, ends, ends - 1, topk, self.precision)
+        return select_keys(tensors, *bounds, topk, self.precision)
 
     @torch.no_grad()
     def select_cached(self, tensors: IndexerTensors, cache: PagedKVCache, layer: int, topk: int) -> Tensor:
@@ -173,16 +176,33 @@ def select_keys(
 
     A query of which all scores are NaN gets the last of its keys, so that the NaN reaches its results and its loss.
     """
-    batch, seq_kv = tensors.k.shape[:2]
+    # A bound outside of the sequence would be a key of another.
+    starts, ends = (bound.clamp(0, tensors.k.shape[1]) for bound in (starts, ends))
+    return _select_within(tensors, starts, ends, torch.where(starts < ends, ends - 1, -1), topk, precision)
+
+
+@torch.no_grad()
+def _select_within(
+    tensors: IndexerTensors,
+    starts: Tensor,
+    ends: Tensor,
+    last: Tensor,
+    topk: int,
+    precision: Literal["fp8", "bf16"],
+) -> Tensor:
+    """select_keys with bounds within the sequence, and the last key of each query, -1 if it has none."""
+    batch = len(tensors.k)
     selected, scales = as_selected(tensors, precision)
     q, k, weights = (t.flatten(0, 1) for t in selected)
     k_scale = None if scales is None else scales.flatten()
-    first = _first_keys(tensors)
-    # A bound outside of the sequence would be a key of another.
-    starts, ends = starts.clamp(0, seq_kv) + first, ends.clamp(0, seq_kv) + first
+    if batch > 1:
+        first = _first_keys(tensors)
+        starts, ends = starts + first, ends + first
     ids, _ = functional.indexer_topk(q, k, weights, starts.flatten(), ends.flatten(), topk, k_scale=k_scale)
-    ids = _with_last_key(ids.view(*tensors.q.shape[:2], topk), torch.where(starts < ends, ends - 1, -1))
-    return torch.where(ids >= 0, ids - first[..., None], -1) if batch > 1 else ids
+    ids = ids.view(*tensors.q.shape[:2], topk)
+    if batch > 1:
+        ids = torch.where(ids >= 0, ids - first[..., None], -1)
+    return _with_last_key(ids, last)
 
 
 def _with_last_key(ids: Tensor, last: Tensor) -> Tensor:

@@ -229,22 +229,31 @@ def halves(x: Tensor, cos: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def write_rotated(
-    out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, interleaved_out: bool = False
+    out: Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    interleaved_out: bool = False,
+    *,
+    first: int = 0,
 ) -> None:
-    """Writes x [B, S, .., D] to `out`, with the columns of all pairs rotated. Without gradients."""
+    """Writes x [B, S, .., D] to `out`, with the columns of all pairs, from `first` on, rotated. Without gradients.
+    `out` may be x itself if the pairs keep their layout."""
     shape = *x.shape[:-1], cos.shape[-1]
-    if x.is_cuda and x.dim() in (3, 4) and x.numel() < 2**33 and write_rotated_is_compiled():
+    if first % 8 == 0 and x.is_cuda and x.dim() in (3, 4) and x.numel() < 2**33 and write_rotated_is_compiled():
         given = [t.unsqueeze(2) if x.dim() == 3 else t for t in (out, x, cos.expand(shape), sin.expand(shape))]
         if all(_fits(t, multiple) for t, multiple in zip(given, (8, 8, 4, 4), strict=True)):
-            torch.ops.dsa._write_rotated(*given, interleaved, interleaved_out)
+            torch.ops.dsa._write_rotated(*given, first, interleaved, interleaved_out)
             return
-    columns = 2 * cos.shape[-1]
-    first, second = halves(out, cos, interleaved_out)
-    x_first, x_second = halves(x, cos, interleaved)
-    torch.mul(x_first, cos, out=first).addcmul_(x_second, sin, value=-1)
-    torch.mul(x_second, cos, out=second).addcmul_(x_first, sin)
-    if columns < x.shape[-1]:
-        out[..., columns:] = x[..., columns:]
+    end = first + 2 * cos.shape[-1]
+    to, to_second = halves(out[..., first:], cos, interleaved_out)
+    x_first, x_second = halves(x[..., first:], cos, interleaved)
+    if out is not x:
+        out[..., :first], out[..., end:] = x[..., :first], x[..., end:]
+    rotated_first = (x_first * cos).addcmul_(x_second, sin, value=-1)
+    torch.mul(x_second, cos, out=to_second).addcmul_(x_first, sin)
+    to.copy_(rotated_first)
 
 
 def _fits(x: Tensor, multiple: int) -> bool:

@@ -387,7 +387,8 @@ class SparseMLA(nn.Module):
     def _weights(self, kv_b: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of kv_b_proj for keys and for values, per head: [H, nope_dim or v_dim, kv_lora_rank]."""
         weights = kv_b.view(self.heads, -1, self.kv_lora_rank)
-        return weights[:, : self.nope_dim], weights[:, self.nope_dim :]
+        keys, values = weights.split([self.nope_dim, self.v_dim], dim=1)
+        return keys, values
 
     def _rope(self, heads: Tensor, rows: Rows) -> Rope:
         tables = rope_tables(heads, rows.positions, self.rope_theta, self.rope_dim, self.yarn)
@@ -410,7 +411,8 @@ class SparseMLA(nn.Module):
     def _latent_keys(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """The latent keys [B, S, kv_lora_rank] and their RoPE columns [B, S, rope_dim]."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
-        latent = self.kv_a_layernorm(latent).to(k_rope.dtype)  # autocast computes norms in fp32
+        # The norm would copy a part of wider rows here and again in the backward. Autocast computes norms in fp32.
+        latent = self.kv_a_layernorm(latent.contiguous()).to(k_rope.dtype)
         return latent, self._rotated(k_rope, rows)
 
     def _rotated(self, x: Tensor, rows: Rows) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from dsa_ext.ops._library import library
 
 library.define(
-    "_write_rotated(Tensor(a!) out, Tensor x, Tensor cos, Tensor sin, bool interleaved, bool interleaved_out) -> ()",
+    "_write_rotated(Tensor(a!) out, Tensor x, Tensor cos, Tensor sin, int first, bool interleaved, "
+    "bool interleaved_out) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

@@ -41,6 +41,7 @@ def make_learner() -> IndexerTensors:
 def results(expanded: Expanded, *, wanted: slice = slice(None), **options: Any) -> list[Any]:
     """Output, distribution and loss, and the gradients of all that requires one."""
     leaves, ids, rope = make_inputs()
+    rope = rope._replace(interleaved=options.pop("interleaved", True))
     learner = make_learner() if options.pop("learns", False) else None
     weight = random(7, HEADS * V, seed=9).requires_grad_() if options.pop("projected", False) else None
     got = absorbed_attention(
@@ -53,7 +54,9 @@ def results(expanded: Expanded, *, wanted: slice = slice(None), **options: Any) 
 
 @pytest.mark.parametrize("rows", [1, 6, SEQ])
 @pytest.mark.parametrize("queries", [3, BATCH * SEQ])
-@pytest.mark.parametrize("options", [{}, {"projected": True}, {"distribution": True}, {"learns": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"projected": True}, {"distribution": True}, {"learns": True}, {"interleaved": False}]
+)
 def test_like_the_absorbed_form(
     rows: int, queries: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,3 +188,14 @@ def test_rows() -> None:
     assert expanded_rows(10**6, 2048, 64, 192, 64, 256) == 2048
     assert fits(*columns)
     assert not fits(192, 64, 256)
+
+
+def test_weights_of_one_tensor_are_not_copied() -> None:
+    whole = random(HEADS + 1, NOPE + V, LATENT)[1:]
+    keys, values = whole.split([NOPE, V], dim=1)
+    together = expanded_module._together(keys, values)
+    assert torch.equal(together, whole)
+    assert together.data_ptr() == whole.data_ptr()
+    apart = [(keys.clone(), values), (keys, values.clone()), (values, keys), (keys[:1], values[1:]), (keys, keys)]
+    for some, others in (*apart, (whole[:, :NOPE], whole[:, NOPE + 1 :])):
+        assert torch.equal(expanded_module._together(some, others), torch.cat([some, others], dim=1))

@@ -225,6 +225,18 @@ def test_scores_of_the_selected_keys_are_their_logits() -> None:
     torch.testing.assert_close(layer.indexer.scores(tensors, ids), logits)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_keys_up_to_the_own_one_are_the_default_of_select(batch: int) -> None:
+    layer, x = make_layer(), make_input(batch)
+    tensors = layer.indexer(x, layer.q_a_proj(x))
+    tensors.q[:, 5] = torch.nan  # its query selects its own key
+    ends = torch.arange(1, x.shape[1] + 1, dtype=torch.int32).expand(x.shape[:2])
+    expected = layer.indexer.select(tensors, TOPK, (torch.full_like(ends, -3), ends))
+    ids = layer.indexer.select(tensors, TOPK)
+    assert torch.equal(ids, expected)
+    assert (ids[:, 5, 0] == 5).all()
+
+
 def test_ids_that_are_no_keys_have_no_score() -> None:
     """Sequences are packed: the id S of one is not the first key of the next."""
     layer, x = make_layer(), make_input(seq=6)

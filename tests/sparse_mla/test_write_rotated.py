@@ -27,6 +27,18 @@ def test_rotation(interleaved: bool, interleaved_out: bool) -> None:
     assert (out[..., 24:] == 7).all()
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_pairs_behind_other_columns_and_in_place(interleaved: bool) -> None:
+    x, angles = torch.randn(2, 5, 3, 28, dtype=torch.float64), torch.randn(2, 5, 1, 8, dtype=torch.float64)
+    tables = angles.cos(), angles.sin()
+    out, part = torch.empty_like(x), torch.empty(2, 5, 3, 16, dtype=torch.float64)
+    write_rotated(out, x, *tables, interleaved, interleaved, first=8)
+    write_rotated(part, x[..., 8:24], *tables, interleaved, interleaved)
+    assert torch.equal(out, torch.cat([x[..., :8], part, x[..., 24:]], dim=-1))
+    write_rotated(x, x, *tables, interleaved, interleaved, first=8)
+    assert torch.equal(x, out)
+
+
 @needs_library
 def test_errors() -> None:
     """Those that need no GPU."""
@@ -43,4 +55,7 @@ def test_errors() -> None:
     ):
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
         with pytest.raises(RuntimeError, match=f"^dsa::_write_rotated: {text}"):
-            torch.ops.dsa._write_rotated.default.redispatch(keys, *args, False, False)
+            torch.ops.dsa._write_rotated.default.redispatch(keys, *args, 0, False, False)
+    for first in (4, -8, 8):
+        with pytest.raises(RuntimeError, match=f"first must be a multiple of 8, from 0 to 0, got {first}"):
+            torch.ops.dsa._write_rotated.default.redispatch(keys, x, x, cos, cos, first, False, False)

@@ -26,16 +26,18 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
-def compare(patch: pytest.MonkeyPatch, out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *layout: Any) -> int:
+def compare(
+    patch: pytest.MonkeyPatch, out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *layout: Any, first: int = 0
+) -> int:
     """Both ways, and the number of calls of the kernel."""
     assert write_rotated_is_compiled()
     calls: list[Any] = []
     kernel = torch.ops.dsa._write_rotated
     patch.setattr(torch.ops.dsa, "_write_rotated", lambda *args: (calls.append(args), kernel(*args)))
-    rotary.write_rotated(out, x, cos, sin, *layout)
+    rotary.write_rotated(out, x, cos, sin, *layout, first=first)
     expected = torch.full_like(out, 7)
     patch.setattr(rotary, "write_rotated_is_compiled", lambda: False)
-    rotary.write_rotated(expected, x, cos, sin, *layout)
+    rotary.write_rotated(expected, x, cos, sin, *layout, first=first)
     patch.undo()
     assert equal(out, expected)
     return len(calls)
@@ -69,6 +71,27 @@ def test_columns_of_wider_rows(interleaved: bool, interleaved_out: bool, monkeyp
     assert (q[..., :512] == 3).all()
     swapped = normal(9, 2, 16, 192).transpose(0, 1)[..., 128:]
     assert compare(monkeypatch, q[..., 512:], swapped, cos, sin, interleaved, interleaved_out) == 1
+
+
+@layouts
+def test_pairs_behind_other_columns(interleaved: bool, interleaved_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = normal(2, 9, 16, 208)
+    cos, sin = tables(2, 9, 1, 32)
+    for first in (0, 8, 128, 144):
+        out = torch.empty_like(heads)
+        assert compare(monkeypatch, out, heads, cos, sin, interleaved, interleaved_out, first=first) == 1
+        assert equal(out[..., :first], heads[..., :first])
+        assert equal(out[..., first + 64 :], heads[..., first + 64 :])
+    assert compare(monkeypatch, out, heads, cos, sin, interleaved, interleaved_out, first=12) == 0
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_in_place(interleaved: bool) -> None:
+    heads, (cos, sin) = normal(2, 300, 16, 192), tables(2, 300, 1, 32)
+    out, rope = torch.empty_like(heads), heads[..., 128:]
+    rotary.write_rotated(out, heads, cos, sin, interleaved, interleaved, first=128)
+    rotary.write_rotated(rope, rope, cos, sin, interleaved, interleaved)
+    assert equal(heads, out)
 
 
 @layouts

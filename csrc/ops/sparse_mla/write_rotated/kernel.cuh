@@ -1,4 +1,4 @@
-// RoPE: rotates the pairs of the first columns of each row, and copies the others.
+// RoPE: rotates the pairs of some adjacent columns of each row, and copies the others.
 //
 // A thread has four pairs of a row: 16 bytes that lie together if the pairs are interleaved, or else 8 bytes of the
 // first columns of the pairs and 8 of the second ones. Of the columns that are copied it has 16 bytes.
@@ -80,10 +80,12 @@ __global__ void __launch_bounds__(kThreads) write_rotated_kernel(const __grid_co
   p.by_position(place.b, place.s, row);
   uint16_t *g_x = place.in(p.x), *g_out = place.in(p.out);
   if (piece >= p.rotating) {
-    const int column = 2 * p.pairs + (piece - p.rotating) * kCopied;
+    int column = (piece - p.rotating) * kCopied;
+    if (column >= p.first) column += 2 * p.pairs;
     *reinterpret_cast<uint4*>(g_out + column) = *reinterpret_cast<const uint4*>(g_x + column);
     return;
   }
+  g_x += p.first, g_out += p.first;
   const int pair = piece * kPairs;
   const Pairs x = load(g_x, pair, p.pairs, p.interleaved);
   const uint2 c = words(place.in(p.cos) + pair), s = words(place.in(p.sin) + pair);

@@ -22,13 +22,16 @@ Rows rows_of(const char* name, const Tensor& tensor, const Tensor& like, int64_t
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-void write_rotated(Tensor out, Tensor x, Tensor cos, Tensor sin, bool interleaved, bool interleaved_out) {
+void write_rotated(Tensor out, Tensor x, Tensor cos, Tensor sin, int64_t first, bool interleaved,
+                   bool interleaved_out) {
   DSA_CHECK(x.dim() == 4 && cos.dim() == 4, kOp, ": x and cos must be [B, S, H, D], got ", describe(x), " and ",
             describe(cos));
   const int64_t columns = x.size(3), pairs = cos.size(3);
   DSA_CHECK(pairs % 4 == 0 && columns % 8 == 0 && 2 * pairs <= columns, kOp,
             ": cos must have a multiple of 4 columns, at most half of those of x, which must be a multiple of 8, got ",
             describe(cos), " with x ", describe(x));
+  DSA_CHECK(first % 8 == 0 && 0 <= first && first <= columns - 2 * pairs, kOp,
+            ": first must be a multiple of 8, from 0 to ", columns - 2 * pairs, ", got ", first);
   DSA_CHECK(x.numel() / 4 <= INT32_MAX, kOp, ": x must have fewer than 2^33 elements, got ", describe(x));
   const Params params{
       .out = rows_of("out", out, x, columns, 8),
@@ -39,6 +42,7 @@ void write_rotated(Tensor out, Tensor x, Tensor cos, Tensor sin, bool interleave
       .positions = static_cast<int>(x.size(1)),
       .heads = static_cast<int>(x.size(2)),
       .columns = static_cast<int>(columns),
+      .first = static_cast<int>(first),
       .pairs = static_cast<int>(pairs),
       .interleaved = interleaved,
       .interleaved_out = interleaved_out,

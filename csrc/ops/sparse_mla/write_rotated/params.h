@@ -12,10 +12,11 @@ struct Rows {
 };
 
 struct Params {
-  Rows out, x;    // bf16, of so many columns
+  Rows out, x;    // bf16, of so many columns; the same if the pairs keep their layout, else apart
   Rows cos, sin;  // bf16, of `pairs` columns
   int64_t rows;   // batch * positions * heads
-  int positions, heads, columns, pairs;
+  int positions, heads, columns;
+  int first, pairs;  // the first column of the pairs, and their number
   bool interleaved, interleaved_out;
   int device;  // CUDA device index
 };
