@@ -23,10 +23,9 @@ Function driver_function(const char* name) {
 struct Grid {
   unsigned ctas, cluster = 1;
   bool programmatic = false;  // programmatic dependent launch (PDL), see programmatic.cuh
-  bool cooperative = false;   // all CTAs run at once, or the launch fails: they may wait for each other
 
-  constexpr Grid(unsigned ctas, unsigned cluster = 1, bool programmatic = false, bool cooperative = false)
-      : ctas(ctas), cluster(cluster), programmatic(programmatic), cooperative(cooperative) {}
+  constexpr Grid(unsigned ctas, unsigned cluster = 1, bool programmatic = false)
+      : ctas(ctas), cluster(cluster), programmatic(programmatic) {}
 };
 
 // Shared memory that a kernel may use without an attribute; a kernel that needs more must need the same at every
@@ -38,7 +37,7 @@ inline constexpr unsigned kMaxCluster = 16;  // in CTAs; more than 8 only if the
 
 // The driver's launch configuration.
 struct LaunchConfig {
-  CUlaunchAttribute attributes[3]{};
+  CUlaunchAttribute attributes[2]{};
   CUlaunchConfig config;
 
   LaunchConfig(Grid grid, dim3 threads, int shared_bytes, cudaStream_t stream)
@@ -63,11 +62,6 @@ struct LaunchConfig {
       auto& attribute = attributes[config.numAttrs++];
       attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
       attribute.value.programmaticStreamSerializationAllowed = 1;
-    }
-    if (grid.cooperative) {
-      auto& attribute = attributes[config.numAttrs++];
-      attribute.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-      attribute.value.cooperative = 1;
     }
   }
   LaunchConfig(const LaunchConfig&) = delete;  // `config` points to `attributes`

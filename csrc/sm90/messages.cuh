@@ -1,5 +1,5 @@
-// Messages between CTAs that run at once, in global memory: words without a barrier, as those in distributed shared
-// memory (cluster.cuh). Before the kernel starts all bytes are 0xff, which makes each word kEmptyMessage.
+// Messages between CTAs in global memory: words without a barrier, as those in distributed shared memory (cluster.cuh).
+// Before the kernel starts all bytes are 0xff, which makes each word kEmptyMessage.
 #pragma once
 
 #include "cluster.cuh"

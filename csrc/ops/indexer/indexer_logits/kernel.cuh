@@ -10,9 +10,9 @@
 //   clean     warps 17-19      32         writes -inf where no tile is visited
 //   collect   the same         32         moves logits above the bar to lists            full        empty
 //
-// A block of queries, whose heads are the rows of Q in shared memory, is multiplied with tiles of keys. The parts of 64
-// keys that the blocks see form one long list, of which each persistent CTA takes an equal run. Each multiply warpgroup
-// keeps the weights of its own 128 rows in registers; while one computes sums, others multiply.
+// A block of queries, whose heads are the rows of Q in shared memory, is multiplied with tiles of keys. The tiles that
+// the blocks see form one long list, of which each persistent CTA takes an equal run. Each multiply warpgroup keeps the
+// weights of its own 128 rows in registers; while one computes sums, others multiply.
 //
 // For indexer_topk there are instances that list the logits above the bar of their row and store no others.
 //
@@ -61,25 +61,20 @@ __device__ __forceinline__ int2 bounds_of(const Params& p, int query) {
   return {begin, max(begin, end)};
 }
 
-// The range of keys that any query of a block sees, the range that all see, and the parts of the former.
+// The range of keys that any query of a block sees, the range that all see, and the tiles of the former.
 struct BlockRange {
-  // Of work: one for each part, and as many as a tile has for the start of a block.
-  static constexpr int kStartUnits = kTileParts;
   int begin = 0, end = 0;
   int common_begin = 0, common_end = 0;
-  int first_part = 0, parts = 0;
+  int first_tile = 0, tiles = 0;
 
-  __device__ __forceinline__ int units() const { return parts > 0 ? kStartUnits + parts : 0; }
-  // The first key of the part that a unit, counted from the first one on, stands for.
-  __device__ __forceinline__ int key_of(int unit) const {
-    return (first_part + max(unit - kStartUnits, 0)) * kPartKeys;
-  }
+  // Work is counted in units: one for the start of a block, and one per tile.
+  __device__ __forceinline__ int units() const { return tiles > 0 ? 1 + tiles : 0; }
 };
 
 __device__ __forceinline__ BlockRange range_of_bounds(int begin, int end, int common_begin, int common_end) {
   if (begin >= end) return {};
-  const int first_part = begin / kPartKeys;
-  return {begin, end, common_begin, common_end, first_part, (end - 1) / kPartKeys + 1 - first_part};
+  const int first_tile = begin / kTileKeys;
+  return {begin, end, common_begin, common_end, first_tile, (end - 1) / kTileKeys + 1 - first_tile};
 }
 
 // Called by all lanes of a warp.
@@ -94,7 +89,7 @@ __device__ __forceinline__ BlockRange range_of(const Params& p, int first_query,
                          __reduce_max_sync(~0u, common_begin), __reduce_min_sync(~0u, common_end));
 }
 
-// Walks over a CTA's run: calls `visit(block, range, first, end)` for keys [first, end) of each block, whole parts.
+// Walks over a CTA's run: calls `visit(block, range, first, end)` for tiles [first, end) of each block.
 template <class Element, Config kC, class Visit>
 __device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, const Params& p, Visit visit) {
   int skip = shared.plan.run.skip;
@@ -103,7 +98,8 @@ __device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, c
     const BlockRange range = range_of(p, block * kC.queries(), kC.queries());
     const int end = static_cast<int>(min(int64_t{range.units()}, skip + left));
     left -= end - skip;
-    if (range.key_of(skip) < range.key_of(end)) visit(block, range, range.key_of(skip), range.key_of(end));
+    const int first = max(skip - 1, 0);
+    if (first < end - 1) visit(block, range, range.first_tile + first, range.first_tile + end - 1);
   }
 }
 
@@ -128,7 +124,7 @@ __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const P
   const bool leader = threadIdx.x % 32 == 0;
   Ring<kC.stages()> ring;
   uint32_t q_parity = 1;  // the first Q need not wait
-  walk(shared, p, [&](int block, const BlockRange&, int first_key, int end_key) {
+  walk(shared, p, [&](int block, const BlockRange&, int first_tile, int end_tile) {
     // Brings weights that the other warps will load soon into L1.
     for (int row = threadIdx.x % 32 * kSectorFloats; row < kC.rows(); row += 32 * kSectorFloats) {
       const int query = block * kC.queries() + row / kC.heads;
@@ -143,13 +139,13 @@ __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const P
       }
     }
     q_parity ^= 1;
-    for (int tile_key = first_key; tile_key < end_key; tile_key += kTileKeys, ring.advance()) {
+    for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
       if (!leader) continue;
       wait(&shared.keys_empty[ring.slot], ring.parity ^ 1);
       arrive_and_expect(&shared.keys_full[ring.slot], sizeof(shared.keys[0]));
       for (int c = 0; c < kC.chunks(); ++c) {
-        tma_load(shared.keys[ring.slot] + c * kTileKeys * kChunkColumns, &k_map, {c * kChunkColumns, 0, 0, tile_key, 0},
-                 &shared.keys_full[ring.slot]);
+        tma_load(shared.keys[ring.slot] + c * kTileKeys * kChunkColumns, &k_map,
+                 {c * kChunkColumns, 0, 0, tile * kTileKeys, 0}, &shared.keys_full[ring.slot]);
       }
     }
   });
@@ -210,7 +206,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
   }();
   Ring<kC.stages()> ring;
   uint32_t q_parity = 0;
-  walk(shared, p, [&](int block, const BlockRange& range, int first_key, int end_key) {
+  walk(shared, p, [&](int block, const BlockRange& range, int first_tile, int end_tile) {
     // With fewer passes than warpgroups, several warpgroups take turns at the parts of a tile.
     const int first_query = block * kQueries, queries = min(kQueries, p.seq - first_query);
     const int passes = (queries + kPassQueries - 1) / kPassQueries;
@@ -241,8 +237,8 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
     q_parity ^= 1;
 
     // If `inside`, all queries see all keys of the part.
-    const auto multiply_part = [&](auto inside, int tile_key, int part) {
-      const int part_key = tile_key + part * kPartKeys, key = part_key + lane_key;
+    const auto multiply_part = [&](auto inside, int tile, int part) {
+      const int first_key = tile * kTileKeys + part * kPartKeys, key = first_key + lane_key;
       float scale;
       if constexpr (kIsFp8<Element>) scale = p.k_scale[inside ? key : min(key, p.seq_kv - 1)];
       warpgroup_fence_operand(r_s);
@@ -259,7 +255,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
         const float sum =
             (odd ? key_sums[i + 1] : key_sums[i]) + __shfl_xor_sync(~0u, odd ? key_sums[i] : key_sums[i + 1], 1);
         const float logit = kIsFp8<Element> ? sum * scale : sum;
-        [[maybe_unused]] float* g_logit = g_lane + i * p.logits_stride + part_key;
+        [[maybe_unused]] float* g_logit = g_lane + i * p.logits_stride + first_key;
         if constexpr (kC.above) {
           bool wanted = logit > bars[i / 2];
           if constexpr (!inside) {
@@ -276,17 +272,19 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       }
       if constexpr (kC.above && !kC.unrolls()) finder.hand_over_if_full(pass_query);
     };
-    for (int tile_key = first_key; tile_key < end_key; tile_key += kTileKeys, ring.advance()) {
+    for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
       wait(&shared.keys_full[ring.slot], ring.parity);
-      if (queries == kQueries && tile_key >= range.common_begin && tile_key + kTileKeys <= range.common_end &&
-          tile_key + kTileKeys <= end_key) {
+      if (queries == kQueries && tile * kTileKeys >= range.common_begin && (tile + 1) * kTileKeys <= range.common_end) {
         constexpr int kParts = kC.warpgroup_parts(), kTurns = kTileParts / kParts;
 #pragma unroll(kC.unrolls() ? kParts : 1)
-        for (int i = 0; i < kParts; ++i) multiply_part(std::true_type{}, tile_key, kTurns > 1 ? i * kTurns + turn : i);
+        for (int i = 0; i < kParts; ++i) multiply_part(std::true_type{}, tile, kTurns > 1 ? i * kTurns + turn : i);
       } else {
 #pragma unroll 1
         for (int part = turn; part < kTileParts && turn < turns; part += turns) {
-          if (tile_key + part * kPartKeys < end_key) multiply_part(std::false_type{}, tile_key, part);
+          const int first_key = tile * kTileKeys + part * kPartKeys;
+          if (first_key + kPartKeys > range.begin && first_key < range.end) {
+            multiply_part(std::false_type{}, tile, part);
+          }
         }
       }
       if (lane == 0) arrive(&shared.keys_empty[ring.slot]);

@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
   } else if (other == kStreams + 1) {
     if (lane == 0) copy_tiles(shared, run, x_map, dh_in_map, dx_map);
   } else if (other < kStreams + 2 + kGateWarps) {
-    make_gates<kStreams>(p, run, other - kStreams - 2, lane);
+    take_turns<kStreams>(p, run, other - kStreams - 2, lane);
   }
 }
 

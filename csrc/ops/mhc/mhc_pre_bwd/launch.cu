@@ -23,7 +23,7 @@ const char* launch_tokens(const Params& p, cudaStream_t stream) {
   static_assert(ctas_per_sm(kStreams) * (kBytes + 1024) <= kMaxSharedBytes + 1024);
   const cudaError_t error = cudaMemsetAsync(p.messages, 0xff, p.message_bytes, stream);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  const Grid column_grid(p.columns / kColumns * p.runs, 1, /*programmatic=*/false, /*cooperative=*/true);
+  const Grid column_grid(p.columns / kColumns * p.runs);
   return launch_kernel<columns_kernel<kStreams>>(p.device, column_grid, Shape<kStreams>::kThreads, kBytes, stream, p,
                                                  x_map, dh_in_map, dx_map);
 }

@@ -27,10 +27,12 @@ struct Params {
   float* gates;  // [tiles, kTokens, pitch / 2]
 
   int tokens, streams, columns, runs;
-  int device;  // CUDA device index
+  int patience;  // how often a warp looks for messages that do not arrive
+  int device;    // CUDA device index
 };
 
 inline constexpr int kTokens = 16, kColumns = 128;  // of a tile of x, which has all streams
+inline constexpr int kPatience = 1 << 15;           // tens of milliseconds; more with many tiles
 
 // Of columns_kernel.
 constexpr int ctas_per_sm(int streams) { return streams == 2 ? 2 : 1; }
