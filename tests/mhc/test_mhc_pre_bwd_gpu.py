@@ -65,9 +65,14 @@ def test_few_free_sms(streams: int) -> None:
     with torch.cuda.stream(other):
         spinning.spin(torch.cuda.get_device_properties().multi_processor_count - free, 60_000_000)
         ended.record()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)  # until the other kernel has its SMs
+    begin.record()
     got = torch.ops.dsa.mhc_pre_bwd(**given)
-    torch.cuda.current_stream().synchronize()
+    end.record()
+    end.synchronize()
     assert not ended.query(), "the other kernel should have lasted longer"
+    assert begin.elapsed_time(end) > 5  # ms, for which it has waited
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
