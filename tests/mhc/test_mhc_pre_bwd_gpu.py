@@ -63,7 +63,7 @@ def test_few_free_sms(streams: int) -> None:
     other, ended = torch.cuda.Stream(), torch.cuda.Event()
     free = 20
     with torch.cuda.stream(other):
-        spinning.spin(torch.cuda.get_device_properties().multi_processor_count - free, 60_000_000)
+        spinning.spin(torch.cuda.get_device_properties().multi_processor_count - free, 600_000_000)
         ended.record()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1_000_000)  # until the other kernel has its SMs
