@@ -51,19 +51,19 @@ def test_several_calls_at_once(streams: int) -> None:
         assert all(torch.equal(a, b) for got in kept for a, b in zip(got, right, strict=True))
 
 
-@pytest.mark.parametrize("streams", [2, 4])
-def test_few_free_sms(streams: int) -> None:
+@pytest.mark.parametrize(("streams", "tokens"), [(2, 2500), (4, 1500)])
+def test_few_free_sms(streams: int, tokens: int) -> None:
     """Another kernel keeps so many SMs that CTAs with the same tokens cannot run at once. One that has waited for long
     makes what it needs itself, with the same bits."""
     spinning = pytest.importorskip("spinning", reason="needs triton")
-    given = make_pre_bwd((1, 200), streams, 8192)
+    given = make_pre_bwd((1, tokens), streams, 8192)
     expected = torch.ops.dsa.mhc_pre_bwd(**given)
     spinning.spin(1, 10)
     torch.cuda.synchronize()
     other, ended = torch.cuda.Stream(), torch.cuda.Event()
     free = 20
     with torch.cuda.stream(other):
-        spinning.spin(torch.cuda.get_device_properties().multi_processor_count - free, 600_000_000)
+        spinning.spin(torch.cuda.get_device_properties().multi_processor_count - free, 8_000_000)
         ended.record()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1_000_000)  # until the other kernel has its SMs

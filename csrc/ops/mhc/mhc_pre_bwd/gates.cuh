@@ -17,8 +17,8 @@ namespace dsa::mhc_pre_bwd {
 using namespace dsa::sm90;
 
 // dh_in times x over a chunk of columns, of which `x` and `dh_in` return the pieces.
-template <class X, class Upstream>
-__device__ __forceinline__ float sum_of_chunk(const X& x, const Upstream& dh_in) {
+template <class X, class DhIn>
+__device__ __forceinline__ float sum_of_chunk(const X& x, const DhIn& dh_in) {
   float sums[2] = {};
 #pragma unroll
   for (int piece = 0; piece < kChunkPieces; ++piece) {
@@ -46,6 +46,9 @@ __device__ __forceinline__ void send_sums(ColumnStorage<kStreams>& shared, const
     };
     float sum = sum_of_chunk(pieces_of(tile.x[chunk][stream]), pieces_of(tile.dh_in[chunk]));
     sum += __shfl_down_sync(~0u, sum, kTokens);
+    // Gates may come from CTAs that go on alone: dx takes the place of x only when all sum warps have read it too.
+    __syncwarp();
+    if (lane == 0) arrive(&shared.gates_full[ring.slot]);
     const int64_t row = (int64_t{run.tile(i)} * run.slices + run.slice) * kTokens + t;
     if (chunk == 0) send_message(p.sums + row * kStreams + stream, sum);
   }
@@ -231,7 +234,8 @@ __device__ __forceinline__ void fetch_gates(ColumnStorage<kStreams>& shared, con
         const Turn<kStreams> turn(p, run, run.tile(i), index, lane);
         make_gates(p, turn, [&](float& sum) { return sum = turn.compute_sum(p), true; });
       }
-      receive(g_gates, kWarpThreads * 4, count, kPatience, received);
+      while (!receive(g_gates, kWarpThreads * 4, count, kPatience, received)) {
+      }
     }
     auto* const gates = reinterpret_cast<float4*>(shared.gates[ring.slot]) + lane;
 #pragma unroll

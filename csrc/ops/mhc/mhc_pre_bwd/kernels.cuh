@@ -3,8 +3,8 @@
 //
 //   kernel   role (registers)     does                                                      waits on       signals
 //   columns  copy: 1 thread (48)  loads x and dh_in of a tile; stores dx (TMA)              done           full (TMA)
-//            sums: a warp for     sums of dh_in times x over the CTA's columns              full           messages
-//            each stream (48)
+//            sums: a warp for     sums of dh_in times x over the CTA's columns              full           messages,
+//            each stream (48)                                                                             gates_full
 //            gates: 2 warps (48)  dh_mix and other factors of some tokens, from the sums    messages       messages
 //                                 of all CTAs with these tokens; terms of dbias and dalpha
 //            fetch: 1 warp (48)   brings what was made for a tile                           messages, done gates_full
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(Shape<kStreams>::kThreads, ctas_per_sm(kStream
 
   if (threadIdx.x == 0) {
     for (uint64_t& barrier : shared.full) barrier_init(&barrier, 1);
-    for (uint64_t& barrier : shared.gates_full) barrier_init(&barrier, 1);
+    for (uint64_t& barrier : shared.gates_full) barrier_init(&barrier, 1 + kStreams);
     for (uint64_t& barrier : shared.done) barrier_init(&barrier, S::kMultiplyWarps);
     fence_barrier_init();
   }
