@@ -251,9 +251,11 @@ def write_rotated(
     x_first, x_second = halves(x[..., first:], cos, interleaved)
     if out is not x:
         out[..., :first], out[..., end:] = x[..., :first], x[..., end:]
+    # Without out=, at which torch.compile would break the graph.
     rotated_first = (x_first * cos).addcmul_(x_second, sin, value=-1)
-    torch.mul(x_second, cos, out=to_second).addcmul_(x_first, sin)
+    rotated_second = (x_second * cos).addcmul_(x_first, sin)
     to.copy_(rotated_first)
+    to_second.copy_(rotated_second)
 
 
 def _fits(x: Tensor, multiple: int) -> bool:

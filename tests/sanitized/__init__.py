@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[], None]] = {
         fp8.act_quant,
         fp8.fp8_gemm,
         mhc.mhc_pre_fwd,
-        mhc.mhc,
+        mhc.mhc_pre_bwd,
+        mhc.mhc_post,
     )
 }
