@@ -39,6 +39,20 @@ def test_pairs_behind_other_columns_and_in_place(interleaved: bool) -> None:
     assert torch.equal(x, out)
 
 
+def test_in_compiled_code() -> None:
+    """Dynamo meets the formula in backward functions."""
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        write_rotated(out, x, cos, sin)
+        return out
+
+    x, angles = torch.randn(2, 9, 4, 64, dtype=torch.float64), torch.randn(2, 9, 1, 32, dtype=torch.float64)
+    args = x, angles.cos(), angles.sin()
+    got = torch.compile(turned, backend="aot_eager", dynamic=True, fullgraph=True)(*args)
+    torch.testing.assert_close(got, turned(*args))
+
+
 @needs_library
 def test_errors() -> None:
     """Those that need no GPU."""
