@@ -218,7 +218,7 @@ class ExpandedGradients:
     def take_heads(self) -> Tensor:
         """That of the heads, in the memory of the queries' gradient, which is overwritten: to be called once."""
         rope = self._dq[..., self._of.nope :]
-        if self._of.interleaved:
+        if self._of.interleaved:  # a pair's new columns hold others that are still to be read
             rope.copy_(self._rotate(rope.new_empty(rope.shape), rope))
         else:
             self._rotate(rope, rope)

@@ -411,7 +411,7 @@ class SparseMLA(nn.Module):
     def _latent_keys(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """The latent keys [B, S, kv_lora_rank] and their RoPE columns [B, S, rope_dim]."""
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_dim], dim=-1)
-        # The norm would copy a part of wider rows here and again in the backward. Autocast computes norms in fp32.
+        # The norm copies what is not contiguous, here and again in the backward. Autocast computes norms in fp32.
         latent = self.kv_a_layernorm(latent.contiguous()).to(k_rope.dtype)
         return latent, self._rotated(k_rope, rows)
 

@@ -7,7 +7,6 @@
 
 #include "params.h"
 #include "sm90/matrix_copy.cuh"
-#include "sm90/memory.cuh"
 #include "sm90/messages.cuh"
 #include "sm90/warpgroup.cuh"
 #include "storage.cuh"

@@ -12,7 +12,7 @@ struct Rows {
 };
 
 struct Params {
-  Rows out, x;    // bf16, of so many columns; the same if the pairs keep their layout, else apart
+  Rows out, x;    // bf16, of so many columns; the same rows only if the pairs keep their layout
   Rows cos, sin;  // bf16, of `pairs` columns
   int64_t rows;   // batch * positions * heads
   int positions, heads, columns;
