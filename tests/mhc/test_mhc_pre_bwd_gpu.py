@@ -58,7 +58,10 @@ def test_few_free_sms(streams: int, tokens: int) -> None:
     spinning = pytest.importorskip("spinning", reason="needs triton")
     given = make_pre_bwd((1, tokens), streams, 8192)
     expected = torch.ops.dsa.mhc_pre_bwd(**given)
+    # What would wait for the other kernel: cudaMalloc, and the first launch of a kernel.
+    torch.ops.dsa.mhc_pre_bwd(**given)
     spinning.spin(1, 10)
+    torch.cuda._sleep(1)
     torch.cuda.synchronize()
     other, ended = torch.cuda.Stream(), torch.cuda.Event()
     free = 20
