@@ -61,6 +61,24 @@ def test_inputs_of_another_dtype(name: str, dtype: torch.dtype) -> None:
         results_of(module, dtype)
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(("HyperConnection", "FP8Linear"))])
+def test_other_inputs(name: str) -> None:
+    """Errors that name the module, also for what autocast does not cast."""
+    module = make_module(name)
+    kind = type(module).__name__
+    x = torch.randn(2, 70, 48)
+    others = (None,) if "Indexer" in name else ()
+    for wrong, got in ((x[0], r"float32 \[70, 48\]"), (x[..., :40], r"float32 \[2, 70, 40\]"), (None, "NoneType")):
+        with pytest.raises((TypeError, ValueError), match=f"^{kind}: x must be .*, got {got}$"):
+            module(wrong, *others)
+    for wrong in (x.double(), x.long()):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ValueError, match=f"^{kind}: x must be float32 or bfloat16 like the parameters, got .*64 "),
+        ):
+            module(wrong, *others)
+
+
 def test_a_cache_under_autocast() -> None:
     module = BlockSparseAttention(48, 2, head_dim=64)
     x = torch.randn(1, 128, 48)
@@ -180,6 +198,8 @@ def test_transforms_of_rope() -> None:
         return apply_rope(x, torch.arange(3) + 5, columns=4)
 
     assert torch.equal(torch.vmap(rotate)(x[:, None])[:, 0], rotate(x))
+    value, linear = torch.func.linearize(rotate, x)  # type: ignore[no-untyped-call]
+    torch.testing.assert_close((value, linear(tangent)), (rotate(x), rotate(tangent)))
     torch.testing.assert_close(torch.func.jvp(rotate, (x,), (tangent,)), (rotate(x), rotate(tangent)))
     leaf = x.clone().requires_grad_()
     expected = torch.autograd.grad(rotate(leaf).square().sum(), leaf)[0]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dsa_ext import functional
 from dsa_ext.nn.projections import plain_weight
-from dsa_ext.ops._library import check_dtype, refuse_cache_in_transforms
+from dsa_ext.ops._library import check_input, refuse_cache_in_transforms
 
 BLOCK = 64  # tokens
 #: Initial bias of the gate: sigmoid(2) = 0.88, about 7 parts of fine attention to 1 of coarse.
@@ -205,7 +205,7 @@ class BlockSparseAttention(nn.Module):
         Returns:
             [B, N, hidden_size]
         """
-        check_dtype("BlockSparseAttention", x, plain_weight(self.q_proj))
+        check_input("BlockSparseAttention", x, plain_weight(self.q_proj))
         length = x.shape[1]
         if kv_block_size is not None and not isinstance(kv_block_size, BlockSizes):
             got = type(kv_block_size).__name__
@@ -304,7 +304,7 @@ def pool_blocks(x: Tensor, pool: Tensor, sizes: Tensor | None = None) -> Tensor:
     weights = pool
     if sizes is not None:
         valid = torch.arange(BLOCK, device=x.device) < sizes[:, None]
-        weights = pool * (valid * (BLOCK / sizes.clamp(min=1))[:, None]).to(pool.dtype)[:, None]
+        weights = pool * (valid * (BLOCK / sizes.clamp(min=1).to(pool.dtype))[:, None])[:, None]
     products = weights.expand(*rows.shape[:2], *pool.shape) @ rows.flatten(3)
     head_pairs: Tensor = products.unflatten(3, x.shape[1::2])
     return head_pairs.diagonal(dim1=2, dim2=3).permute(0, 3, 1, 2)

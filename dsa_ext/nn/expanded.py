@@ -68,10 +68,9 @@ class Expanded(NamedTuple):
     @property
     def most_sequences(self) -> int:
         """How many sequences may be worked on together."""
-        places = self.places()
-        if not places:
+        if self.rows == 0:
             return MOST_PAIRS
-        rows, keys, _ = places[-1]
+        rows, keys, _ = self.places()[-1]
         pairs: int = (rows.stop - rows.start) * (keys.stop - keys.start)
         return max(1, MOST_PAIRS // pairs)
 

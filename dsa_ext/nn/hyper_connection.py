@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.ops._library import check_dtype
+from dsa_ext.ops._library import check_input
 from dsa_ext.ops.mhc import STREAMS
 from dsa_ext.reference.mhc import split
 from dsa_ext.reference.numerics import compute_dtype
@@ -95,7 +95,7 @@ class HyperConnection(nn.Module):
 
         If the layer returns a tuple, returns a tuple of the streams and its other elements.
         """
-        check_dtype("HyperConnection", x)
+        check_input("HyperConnection", x)
         h_in, h_post, h_res = self.read(x)
         result = self.layer(h_in, *args, **kwargs)
         y = result[0] if isinstance(result, tuple) and result else result

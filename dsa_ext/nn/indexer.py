@@ -9,7 +9,8 @@ from dsa_ext import functional
 from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
 from dsa_ext.nn.projections import plain_weight
 from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn, placed
-from dsa_ext.ops._library import check_dtype
+from dsa_ext.ops._checks import describe
+from dsa_ext.ops._library import check_input
 
 
 class IndexerTensors(NamedTuple):
@@ -94,7 +95,11 @@ class LightningIndexer(nn.Module):
     def forward(self, x: Tensor, q_latent: Tensor, positions: Tensor | PlacedRows | None = None) -> IndexerTensors:
         """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and `positions` for RoPE: [S], [B, S] or PlacedRows;
         0 to S - 1 by default."""
-        check_dtype("LightningIndexer", x, plain_weight(self.wk))
+        check_input("LightningIndexer", x, plain_weight(self.wk))
+        check_input("LightningIndexer", q_latent, plain_weight(self.wq_b), "q_latent")
+        if q_latent.shape[:-1] != x.shape[:-1]:
+            expected = ", ".join(str(size) for size in x.shape[:-1])
+            raise ValueError(f"LightningIndexer: q_latent must be [{expected}, ...] like x, got {describe(q_latent)}")
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         positions = placed(positions)

@@ -1,15 +1,25 @@
 """Which pages hold which tokens: the part of PagedKVCache that runs on the host, before any kernel is launched."""
 
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from dsa_ext.ops._checks import describe
 
 
 class CacheFullError(RuntimeError):
     """A PagedKVCache has too few free pages, or holds as many sequences as it can. No sequence was changed: free or
     evict something, then repeat the call."""
+
+
+def check_ids(name: str, ids: Any, device: torch.device) -> Tensor:
+    """`ids`, if they may be cache slots or numbers of keys."""
+    if isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64) and ids.device == device:
+        return ids
+    got = f"{describe(ids)} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
+    raise ValueError(f"PagedKVCache: {name} must be int32 or int64 on {device}, got {got}")
 
 
 class PageTables:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext import functional
-from dsa_ext.nn.page_tables import PageTables
+from dsa_ext.nn.page_tables import PageTables, check_ids
 from dsa_ext.nn.rotary import CachedRows
 from dsa_ext.nn.tuples import DecodeStep as DecodeStep
 from dsa_ext.nn.tuples import PrefillStep as PrefillStep
@@ -47,7 +47,7 @@ class PagedKVCache:
         layers: number of layers.
         num_blocks: number of pages (blocks); the pages of a sequence are the same ones in all layers. One more is
             allocated, to which rows without a sequence are written.
-        max_sequences: how many sequences are held at once.
+        max_sequences: how many sequences are held at once, and most rows of a step of decoding, those of None included.
         max_length: most tokens of a sequence.
         page_size: tokens of a page, a multiple of 4 if the indexer's keys are in fp8.
         columns: of a latent key, 576 or 512: those with RoPE are the last 64 of 576.
@@ -333,23 +333,24 @@ class PagedKVCache:
 
     def ids_of_keys(self, keys: Tensor) -> Tensor:
         """Cache slots, page * page_size + row, of keys that are numbered as in :meth:`gather`; -1 stays -1. int32."""
-        step, valid = self._prefill_step(), keys >= 0
-        key = keys.clamp(min=0)
+        step, keys = self._prefill_step(), check_ids("keys", keys, self.device)
+        valid = (keys >= 0) & (keys < step.key_blocks.shape[0])
+        key = torch.where(valid, keys, 0)
         return torch.where(valid, (step.key_blocks[key] * self.page_size + step.key_offsets[key]), -1).int()
 
     def keys_of_ids(self, ids: Tensor) -> Tensor:
         """The inverse of :meth:`ids_of_keys`; negative for other slots. int32."""
-        block = ids // self.page_size
+        block = check_ids("ids", ids, self.device) // self.page_size
         page = torch.where((ids >= 0) & (block < self.num_blocks), block, self.num_blocks)
         step, row = self._prefill_step(), ids % self.page_size
-        return torch.where(row < step.filled[page], step.first_keys[page] + row, -1)
+        return torch.where(row < step.filled[page], step.first_keys[page] + row, -1).int()
 
     def positions_of(self, ids: Tensor) -> Tensor:
         """Positions, in their own sequences, of the tokens in these cache slots, such as the ids that a layer selected:
         int32, -1 for slots of pages that no sequence has. What a sequence's last page has beyond its tokens counts as
         the positions that come next."""
+        block = check_ids("ids", ids, self.device) // self.page_size
         index = self._uploaded_copy(self._tables.indices())
-        block = ids // self.page_size
         valid = (ids >= 0) & (block < self.num_blocks)
         page = torch.where(valid, index[torch.where(valid, block, 0)], -1)
         return torch.where(page >= 0, page * self.page_size + ids % self.page_size, -1).int()

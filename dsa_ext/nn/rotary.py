@@ -174,6 +174,8 @@ def check_layout(where: str, name: str, layout: str) -> None:
 def check_yarn(where: str, yarn: Any, theta: float) -> None:
     if yarn is not None and not isinstance(yarn, Yarn):
         raise TypeError(f"{where}: yarn must be a Yarn or None, got {type(yarn).__name__}")
+    if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+        raise ValueError(f"{where}: the base of RoPE's frequencies must be a positive number, got {theta!r}")
     if yarn is not None and not theta > 1:
         raise ValueError(f"{where}: the base of RoPE's frequencies must be greater than 1 with yarn, got {theta}")
 
@@ -193,7 +195,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> T
     """apply_rope with given tables."""
     if is_compiling() or is_transformed():
         first, second = halves(x, cos, interleaved)
-        turned = (first * cos).addcmul(second, sin, value=-1), (second * cos).addcmul(first, sin)
+        # Not addcmul(second, sin, value=-1), at which torch.func.linearize ends in a segmentation fault.
+        turned = (first * cos).addcmul(second, -sin), (second * cos).addcmul(first, sin)
         return torch.cat([*turned, x[..., 2 * cos.shape[-1] :]], dim=-1)
     result: Tensor = _Rope.apply(x, cos, sin, interleaved, False)  # type: ignore[no-untyped-call]
     return result

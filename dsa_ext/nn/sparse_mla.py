@@ -17,7 +17,7 @@ from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_
 from dsa_ext.nn.rows import Rows, rows_of
 from dsa_ext.nn.tuples import SparseMLAOutput as SparseMLAOutput
 from dsa_ext.ops._checks import describe, dtype_name
-from dsa_ext.ops._library import as_autocast, check_dtype, refuse_cache_in_transforms
+from dsa_ext.ops._library import as_autocast, check_input, refuse_cache_in_transforms, refuse_reentrant_checkpointing
 from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, VALUE_COLUMNS, WIDTHS
 
 Phase = Literal["dense", "warmup", "sparse"]
@@ -47,7 +47,7 @@ class SparseMLA(nn.Module):
     columns also with `cu_seqlens` and in compiled calls.
 
     The indexer's input is detached: the indexer's loss trains the indexer only, and the language-model loss trains
-    everything else. Add `indexer_loss` to the loss, or call backward on both.
+    everything else. Add `indexer_loss` to the loss, or call backward on both (not if it is "deferred").
 
     Parameters, with the names of Hugging Face's DeepSeek models: `q_a_proj`, `q_a_layernorm`, `q_b_proj`,
     `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`, and those of `indexer` (see LightningIndexer). RoPE
@@ -255,7 +255,7 @@ class SparseMLA(nn.Module):
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != self.hidden_size:
             got = describe(x) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"SparseMLA: x must be [B, S, {self.hidden_size}], got {got}")
-        check_dtype("SparseMLA", x, plain_weight(self.q_a_proj))
+        check_input("SparseMLA", x, plain_weight(self.q_a_proj))
 
     def _check_ids(self, ids: Tensor, x: Tensor) -> None:
         if self.phase != "sparse":
@@ -343,6 +343,7 @@ class SparseMLA(nn.Module):
             out_weight: if given, the first result is the projection of all heads by it [B, S, hidden_size].
         """
         learns = tensors is not None and torch.is_grad_enabled()
+        refuse_reentrant_checkpointing(tensors or ())
         listed = all_keys(heads, kv) if ids is None else ids[:, :, None]
         learner = tensors if learns and ids is not None else None
         out, lse, _, loss = self._attend(

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from dsa_ext import _native
 from dsa_ext.ops._checks import check_are_tensors, describe, dtype_name, fail
@@ -91,6 +92,19 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def refuse_reentrant_checkpointing(indexer_tensors: tuple[Tensor, ...]) -> None:
+    """Raises an error if an indexer learns in a forward pass that a backward pass repeats after one without gradients:
+    the loss that the first one did not return has no gradient then, for which autograd takes 1."""
+    if is_compiling() or torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return
+    reentrant = torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing that is not
+    if reentrant and any(t.requires_grad for t in indexer_tensors):
+        raise RuntimeError(
+            "SparseMLA: reentrant checkpointing cannot train the indexer, since its first forward pass returns no "
+            "indexer_loss; call torch.utils.checkpoint with use_reentrant=False"
+        )
+
+
 def refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
     """Raises an error if an argument has a tangent, that of forward-mode differentiation."""
     for arg in args:
@@ -170,14 +184,25 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if is_enabled else None
 
 
-def check_dtype(module: str, x: Tensor, weight: Tensor | None = None) -> None:
-    """Raises an error if x has another dtype than `weight`, by which the module multiplies it, if that is given; or
-    under autocast, which casts both, in another dtype than bf16, which no operator takes."""
+def check_input(module: str, x: Any, weight: Tensor | None = None, name: str = "x") -> None:
+    """Raises an error if x is no tensor or, if the weight [out, in] is given by which the module multiplies it, not
+    [B, S, in] and of the weight's dtype; or under autocast, which casts both, in another dtype than bf16, which no
+    operator takes."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{module}: {name} must be a tensor, got {type(x).__name__}")
     dtype = _autocast_dtype(x)
     if dtype not in (None, torch.bfloat16):
         raise RuntimeError(f"{module}: autocast must use bfloat16, got {dtype_name(dtype)}")
-    if dtype is None and weight is not None and x.dtype != weight.dtype:
-        raise ValueError(f"{module}: x must be {dtype_name(weight.dtype)} like the parameters, got {describe(x)}")
+    if weight is None:
+        return
+    if x.dim() != 3 or x.shape[2] != weight.shape[1]:
+        raise ValueError(f"{module}: {name} must be [B, S, {weight.shape[1]}], got {describe(x)}")
+    if dtype is None and x.dtype != weight.dtype:
+        raise ValueError(f"{module}: {name} must be {dtype_name(weight.dtype)} like the parameters, got {describe(x)}")
+    # What autocast does not cast.
+    if not x.is_floating_point() or (x.dtype == torch.float64) != (weight.dtype == torch.float64):
+        expected = "float64" if weight.dtype == torch.float64 else "float32 or bfloat16"
+        raise ValueError(f"{module}: {name} must be {expected} like the parameters, got {describe(x)}")
 
 
 def follow_autocast(op: str, *names: str) -> None:

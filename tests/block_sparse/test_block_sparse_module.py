@@ -238,6 +238,17 @@ def test_errors_of_sizes(sizes: Any, got: str) -> None:
         BlockSizes(sizes)
 
 
+def test_sizes_under_a_default_dtype() -> None:
+    x, pool = torch.randn(1, 2, 64, 8, dtype=torch.float64), torch.randn(2, 64, dtype=torch.float64)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = pool_blocks(x, pool, torch.tensor([3]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = (pool[:, :3, None] * x[0, :, :3]).sum(1) * 64 / 3
+    torch.testing.assert_close(got, expected.view_as(got))
+
+
 def test_sizes_under_a_default_device() -> None:
     with torch.device("meta"):
         assert BlockSizes([64, 3], "cpu").sizes.tolist() == [64, 3]

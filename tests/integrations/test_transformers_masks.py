@@ -71,6 +71,19 @@ def test_bounds_are_those_of_the_mask(name: str, queries: int, padded: bool, com
         assert longest is None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_shorter_than_the_keys(compiled: bool) -> None:
+    """The tokens after it are hidden, and are padding."""
+    torch._dynamo.reset()
+    arguments: Any = {"batch_size": 2, "q_length": 9, "kv_length": 9, "attention_mask": torch.ones(2, 7).bool()}
+    call = torch.compile(masks.row_bounds, backend="eager", fullgraph=True) if compiled else masks.row_bounds
+    starts, ends, counts, *_ = masks.bounds_of(call(**arguments, device="cpu"), torch.empty(2, 9, 0))
+    key = torch.arange(9)
+    shown = (key >= starts[..., None]) & (key < ends[..., None])
+    assert torch.equal(shown, masking.sdpa_mask(**arguments, allow_is_causal_skip=False)[:, 0])
+    assert torch.equal(counts, (key < 7).int().expand(2, 9))
+
+
 def test_bounds_of_long_masks_are_checked_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments: Any = {"batch_size": 2, "q_length": 9, "kv_length": 9}
     for name, function in position_masks().items():
@@ -87,6 +100,7 @@ def test_bounds_of_long_masks_are_checked_in_runs(monkeypatch: pytest.MonkeyPatc
         ({}, True),
         ({"attention_mask": torch.ones(2, 9, dtype=torch.bool)}, True),
         ({"attention_mask": torch.ones(2, 9, dtype=torch.bool).tril(7)}, False),  # the first sequence is padded
+        ({"attention_mask": torch.ones(2, 8, dtype=torch.bool)}, False),  # transformers hides the last token
         ({"q_length": 4, "q_offset": 5}, False),  # after a cache of 5 tokens
         ({"q_length": 4, "q_offset": torch.tensor(0)}, False),  # into a static cache
         ({"q_offset": torch.tensor(0)}, False),

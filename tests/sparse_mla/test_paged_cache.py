@@ -142,6 +142,18 @@ def test_a_full_cache() -> None:
     assert (cache.length(b), cache.add() not in (a, b)) == (9, True)
 
 
+@pytest.mark.parametrize("name", ["ids_of_keys", "keys_of_ids", "positions_of"])
+def test_other_ids(name: str) -> None:
+    cache = PagedKVCache(1, 4, 1, 256)
+    cache.prefill([cache.add()], [100])
+    function = getattr(cache, name)
+    for wrong, got in ((torch.ones(2).byte(), r"uint8 \[2\] on cpu"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=f"^PagedKVCache: (ids|keys) must be int32 or int64 on cpu, got {got}$"):
+            function(wrong)
+    far = function(torch.tensor([-5, 10**6]))
+    assert (far.dtype, (far < 0).all()) == (torch.int32, True)
+
+
 def test_positions_of_slots() -> None:
     cache = make_small(num_blocks=8, max_length=16)
     a, b = cache.add(), cache.add()

@@ -122,6 +122,16 @@ def test_deferred_loss(checkpointed: bool) -> None:
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("options", [{"phase": "warmup"}, {}, {"indexer_loss": "deferred"}], ids=str)
+def test_reentrant_checkpointing(options: dict[str, Any]) -> None:
+    """Its first forward pass returns no loss, whose gradient would be 1 then."""
+    layer, x = make_layer(**options), make_input().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"SparseMLA: reentrant checkpointing .* use_reentrant=False"):
+        checkpoint(layer, x, use_reentrant=True)[0].sum().backward()
+    layer.indexer.requires_grad_(False)
+    checkpoint(layer, x, use_reentrant=True)[0].sum().backward()
+
+
 def test_a_deferred_loss_in_compiled_code() -> None:
     """Is computed in the forward."""
     layer, x = make_layer(indexer_loss="deferred"), make_input()

@@ -139,6 +139,17 @@ def test_compiled_for_other_lengths(packed: bool, options: dict[str, Any], monke
     assert len(graphs) == 1
 
 
+def test_compiled_for_lengths_of_which_all_are_expanded() -> None:
+    layer = make_layer(**COLUMNS)
+    torch._dynamo.reset()
+    graphs = []
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=lambda g, _: graphs.append(g) or g.forward)
+    for seq in (18, 19, 23, 40):
+        x = make_input(2, seq)
+        torch.testing.assert_close(compiled(x).out, layer(x).out, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1
+
+
 def test_compiled_for_other_max_seqlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/nn.md: again when it becomes dynamic, and where it is beyond the limit of the expanded form."""
     set_expanded_rows(monkeypatch, 12)

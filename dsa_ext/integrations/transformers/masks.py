@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -52,7 +53,8 @@ def row_bounds(
         return ordinary_mask()
     is_causal = mask_function is causal_mask_function and not is_compiling()
     is_whole = isinstance(q_offset, int) and (q_offset, kv_offset, kv_length) == (0, 0, q_length)
-    if is_causal and is_whole and (attention_mask is None or bool(attention_mask.all())):
+    is_full = attention_mask is None or (attention_mask.shape[1] >= kv_length and bool(attention_mask.all()))
+    if is_causal and is_whole and is_full:
         return None
     position = q_offset - kv_offset + torch.arange(q_length, device=device)  # among the keys
     sees_no_later_key = mask_function is causal_mask_function
@@ -67,11 +69,12 @@ def row_bounds(
     counts = torch.ones_like(starts)
     if attention_mask is not None:
         is_token = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        is_token = pad(is_token, (0, kv_length - is_token.shape[1]))  # as transformers does
         first, end, is_interval = _intervals(is_token)
         if not _holds(is_interval):
             return ordinary_mask()
         starts, ends = torch.maximum(starts, first[:, None]), torch.minimum(ends, end[:, None])
-        own = position.clamp(max=is_token.shape[1] - 1).expand(batch_size, q_length)
+        own = position.clamp(max=kv_length - 1).expand(batch_size, q_length)
         counts = is_token.gather(1, own).long()
     columns = [starts, ends, counts, *([torch.zeros_like(starts)] if sees_no_later_key else [])]
     bounds = torch.stack(columns, dim=-1).int()[:, None]
