@@ -305,7 +305,7 @@ def indexer_loss(
         return loss.view(scores.shape[:-1])
     if reduction == "sum":
         return loss.sum()
-    return _mean(loss.sum(), len(loss), row_weights)
+    return _mean(loss.sum(), loss.shape[0], row_weights)
 
 
 def indexer_dense_loss(
@@ -404,4 +404,4 @@ def _mean(total: Tensor, rows: int, row_weights: Tensor | None) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     """Flattens [..., K] to [R, K]."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x[None] if x.dim() == 1 else x.flatten(0, -2)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dsa_ext import functional
 from dsa_ext.nn.projections import plain_weight
+from dsa_ext.ops._checks import dtype_name
 from dsa_ext.ops._library import check_input, refuse_cache_in_transforms
 
 BLOCK = 64  # tokens
@@ -71,8 +72,10 @@ class BlockKVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if capacity % BLOCK != 0:
-            raise ValueError(f"BlockKVCache: capacity must be a multiple of {BLOCK}, got {capacity}")
+        if type(capacity) is not int or capacity < 0 or capacity % BLOCK != 0:
+            raise ValueError(f"BlockKVCache: capacity must be a multiple of {BLOCK}, got {capacity!r}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"BlockKVCache: dtype must be a floating one, got {dtype_name(dtype)}")
         self.capacity, self.length = capacity, 0
         # heads of the keys, then heads of the values
         self._tokens, self._blocks = (
@@ -95,6 +98,9 @@ class BlockKVCache:
         for place, name, x in zip(new.chunk(2, 1), "kv", (k, v), strict=True):
             if x.shape != place.shape:
                 raise ValueError(f"BlockKVCache: {name} must be {list(place.shape)}, got {list(x.shape)}")
+            if (x.dtype, x.device) != (place.dtype, place.device):
+                expected, got = (f"{dtype_name(t.dtype)} on {t.device}" for t in (place, x))
+                raise ValueError(f"BlockKVCache: {name} must be {expected}, got {got}")
             place.copy_(x)
         self._blocks[:, begin // BLOCK : end // BLOCK] = pool_blocks(new, kv_pool).transpose(1, 2)
         self.length = end
@@ -214,6 +220,8 @@ class BlockSparseAttention(nn.Module):
             raise ValueError(
                 f"BlockSparseAttention: x must have {kv_block_size.count} blocks of {BLOCK} tokens, got {length} tokens"
             )
+        if cache is not None and not isinstance(cache, BlockKVCache):
+            raise TypeError(f"BlockSparseAttention: cache must be a BlockKVCache, got {type(cache).__name__}")
         if cache is not None and kv_block_size is not None:
             raise ValueError("BlockSparseAttention: blocks of a cache are full, got kv_block_size")
         if cache is not None and torch.is_grad_enabled():

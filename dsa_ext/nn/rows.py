@@ -45,6 +45,8 @@ def rows_of(
         expected = "must be int32 [number of sequences + 1] with x [1, S, hidden_size]"
         got = describe(cu_seqlens) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise ValueError(f"SparseMLA: cu_seqlens {expected}, got {got} with x {describe(x)}")
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"SparseMLA: cu_seqlens must be on the device of x, {x.device}, got {cu_seqlens.device}")
     starts = cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True, out_int32=True) - 1]
     if positions is None:
         positions = row - starts

@@ -8,7 +8,7 @@ import torch
 from block_sparse_layers import DIM, HEADS, HIDDEN, KV_HEADS, SIZES, gradients, make_input, make_layer
 from torch import Tensor
 
-from dsa_ext.nn import BlockSizes, BlockSparseAttention
+from dsa_ext.nn import BlockKVCache, BlockSizes, BlockSparseAttention
 from dsa_ext.nn.block_sparse import BLOCK, pool_blocks
 
 
@@ -189,10 +189,22 @@ def test_errors() -> None:
         BlockSizes(torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match="capacity must be a multiple of 64, got 100"):
         layer.make_cache(1, 100)
+    with pytest.raises(ValueError, match="capacity must be a multiple of 64, got '64'"):
+        layer.make_cache(1, "64")
+    with pytest.raises(ValueError, match="dtype must be a floating one, got int32"):
+        BlockKVCache(1, 64, 1, 64, dtype=torch.int32)
     cache = layer.make_cache(2, 3 * BLOCK)
     with pytest.raises(ValueError, match=r"a cache has no gradients, call under torch.no_grad\(\)"):
         layer(x, cache=cache)
     with torch.no_grad():
+        with pytest.raises(TypeError, match="cache must be a BlockKVCache, got int"):
+            layer(x, cache=3)
+        own = {"device": "cpu", "dtype": x.dtype}
+        for other in ({"dtype": torch.bfloat16}, {"device": "meta"}):
+            wrong = BlockKVCache(2, 2 * BLOCK, KV_HEADS, DIM, **own | other)
+            with pytest.raises(ValueError, match=r"k must be (bfloat16 on cpu|\w+ on meta), got \w+ on cpu"):
+                layer(x, cache=wrong)
+            assert wrong.length == 0
         with pytest.raises(ValueError, match="new tokens must be whole blocks of 64, got 65"):
             layer(x[:, :65], cache=cache)
         with pytest.raises(ValueError, match="blocks of a cache are full, got kv_block_size"):
@@ -204,7 +216,7 @@ def test_errors() -> None:
                 cache.append(*(torch.zeros(2, KV_HEADS, BLOCK, DIM) for _ in "kv"), pool)
         with pytest.raises(ValueError, match=r"128 \+ 128 tokens exceed the capacity, 192"):
             layer(x, cache=cache)
-        k = torch.zeros(2, KV_HEADS, 65, DIM)
+        k = torch.zeros(2, KV_HEADS, 65, DIM, dtype=x.dtype)
         with pytest.raises(ValueError, match="new tokens must be whole blocks of 64, got 65"):
             cache.append(k, k, layer.kv_pool)
         with pytest.raises(ValueError, match=r"k must be \[2, 2, 64, 64\], got \[1, 2, 64, 64\]"):

@@ -150,6 +150,17 @@ def test_compiled_for_lengths_of_which_all_are_expanded() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_export(gradients: bool) -> None:
+    """With a length that is dynamic below the limit of the expanded form, here 136."""
+    layer, dynamic = make_layer(**COLUMNS), torch.export.Dim("S", min=2, max=136)
+    with torch.set_grad_enabled(gradients):
+        exported = torch.export.export(layer, (make_input(2, 18),), dynamic_shapes=({1: dynamic},)).module()
+        for seq in (18, 30, 136):
+            x = make_input(2, seq)
+            torch.testing.assert_close(exported(x)[0], layer(x).out, rtol=1e-4, atol=1e-5)
+
+
 def test_compiled_for_other_max_seqlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/nn.md: again when it becomes dynamic, and where it is beyond the limit of the expanded form."""
     set_expanded_rows(monkeypatch, 12)
@@ -288,6 +299,8 @@ def test_errors() -> None:
         layer(x, cu_seqlens=torch.tensor([0, 9], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"cu_seqlens must be int32 .* got int64 \[2\]"):
         layer(x[:1], cu_seqlens=torch.tensor([0, 9]))
+    with pytest.raises(ValueError, match="cu_seqlens must be on the device of x, cpu, got meta"):
+        layer(make_input(), cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta"))
     with pytest.raises(ValueError, match=r"cu_seqlens must be int32 .* got list"):
         layer(x[:1], cu_seqlens=[0, 9])
     with pytest.raises(ValueError, match="max_seqlen must be None without cu_seqlens, got 5"):
