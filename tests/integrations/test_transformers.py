@@ -166,6 +166,19 @@ def test_hooks_and_soft_masks() -> None:
     torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-3, atol=1e-4)
 
 
+def test_compiled_for_other_lengths() -> None:
+    """One graph for numbers of keys with as many bits."""
+    torch._dynamo.reset()
+    model, graphs = make_model(), []
+    with integration.enable(model), torch.no_grad():
+        compiled = torch.compile(model, dynamic=True, backend=lambda g, _: graphs.append(g) or g.forward)
+        for seq, count in {33: 1, 40: 1, 63: 1, 64: 2, 70: 2}.items():
+            ids = tokens(2, seq)
+            expected = model(ids, use_cache=False).logits
+            torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+            assert len(graphs) == count, seq
+
+
 def test_compiled_models_refuse_masks_with_holes() -> None:
     torch._dynamo.reset()
     model, ids = make_model(), tokens(1, 20)

@@ -94,10 +94,13 @@ def _around(
     have no holes; otherwise all keys are looked at, for some queries at a time.
     """
     sequence = torch.arange(batch, device=position.device)[:, None]
+    bits = 0
+    while 2**bits <= keys:  # not bit_length(), which would make a compiled graph one for this number of keys alone
+        bits += 1
 
     def farthest(direction: int) -> Tensor:
         key = position.expand(batch, -1)
-        for bit in reversed(range(keys.bit_length())):
+        for bit in reversed(range(bits)):
             further = key + direction * 2**bit
             seen = function(sequence, 0, position + offset, further.clamp(0, keys - 1) + offset)
             key = torch.where(seen & (further >= 0) & (further < keys), further, key)
