@@ -95,7 +95,7 @@ class HyperConnection(nn.Module):
 
         If the layer returns a tuple, returns a tuple of the streams and its other elements.
         """
-        check_input("HyperConnection", x)
+        check_input("HyperConnection", x, None)
         h_in, h_post, h_res = self.read(x)
         result = self.layer(h_in, *args, **kwargs)
         y = result[0] if isinstance(result, tuple) and result else result

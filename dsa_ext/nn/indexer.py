@@ -96,7 +96,7 @@ class LightningIndexer(nn.Module):
         """`x` [B, S, hidden_size], `q_latent` [B, S, q_lora_rank], and `positions` for RoPE: [S], [B, S] or PlacedRows;
         0 to S - 1 by default."""
         check_input("LightningIndexer", x, plain_weight(self.wk))
-        check_input("LightningIndexer", q_latent, plain_weight(self.wq_b), "q_latent")
+        check_input("LightningIndexer", q_latent, plain_weight(self.wq_b), name="q_latent")
         if q_latent.shape[:-1] != x.shape[:-1]:
             expected = ", ".join(str(size) for size in x.shape[:-1])
             raise ValueError(f"LightningIndexer: q_latent must be [{expected}, ...] like x, got {describe(q_latent)}")

@@ -18,8 +18,8 @@ def check_ids(name: str, ids: Any, device: torch.device) -> Tensor:
     """`ids`, if they may be cache slots or numbers of keys."""
     if isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64) and ids.device == device:
         return ids
-    got = f"{describe(ids)} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
-    raise ValueError(f"PagedKVCache: {name} must be int32 or int64 on {device}, got {got}")
+    where = f" on {ids.device}" if isinstance(ids, Tensor) else ""
+    raise ValueError(f"PagedKVCache: {name} must be int32 or int64 on {device}, got {describe(ids)}{where}")
 
 
 class PageTables:

@@ -369,7 +369,7 @@ class PagedKVCache:
         tokens = len(self.step.blocks)
         is_rows = isinstance(rows, Tensor) and rows.shape[-1:] == (columns,) and rows.numel() == tokens * columns
         if not is_rows or rows.dtype != dtype:
-            got = describe(rows) if isinstance(rows, Tensor) else type(rows).__name__
+            got = describe(rows)
             hint = _OTHER_DTYPE if is_rows and {rows.dtype, dtype} <= {*_DTYPES} else ""
             _fail(f"{name} must be {dtype_name(dtype)} [{tokens} tokens, {columns}], got {got}{hint}")
         if rows.device != self.step.blocks.device:

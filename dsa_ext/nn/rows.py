@@ -43,8 +43,7 @@ def rows_of(
     is_list = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32
     if not is_list or len(cu_seqlens) < 2 or x.shape[0] != 1:
         expected = "must be int32 [number of sequences + 1] with x [1, S, hidden_size]"
-        got = describe(cu_seqlens) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise ValueError(f"SparseMLA: cu_seqlens {expected}, got {got} with x {describe(x)}")
+        raise ValueError(f"SparseMLA: cu_seqlens {expected}, got {describe(cu_seqlens)} with x {describe(x)}")
     if cu_seqlens.device != x.device:
         raise ValueError(f"SparseMLA: cu_seqlens must be on the device of x, {x.device}, got {cu_seqlens.device}")
     starts = cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True, out_int32=True) - 1]

@@ -252,17 +252,14 @@ class SparseMLA(nn.Module):
         return self.indexer.select(self.indexer(x, self._q_latent(x)), self.topk)
 
     def _check_input(self, x: Any) -> None:
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != self.hidden_size:
-            got = describe(x) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"SparseMLA: x must be [B, S, {self.hidden_size}], got {got}")
-        check_input("SparseMLA", x, plain_weight(self.q_a_proj))
+        check_input("SparseMLA", x, plain_weight(self.q_a_proj), self.hidden_size)
 
     def _check_ids(self, ids: Tensor, x: Tensor) -> None:
         if self.phase != "sparse":
             raise ValueError(f"SparseMLA: ids must be None except in the phase 'sparse', got them in {self.phase!r}")
         is_list = isinstance(ids, Tensor) and ids.dtype == torch.int32 and ids.dim() == 3
         if not is_list or ids.shape[:2] != x.shape[:2] or ids.shape[2] < 1:
-            got = describe(ids) if isinstance(ids, Tensor) else type(ids).__name__
+            got = describe(ids)
             raise ValueError(f"SparseMLA: ids must be int32 [B={x.shape[0]}, S={x.shape[1]}, K], got {got}")
 
     def _check_cache(self, x: Tensor, cache: PagedKVCache, layer: int | None) -> int:

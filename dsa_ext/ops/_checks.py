@@ -15,8 +15,10 @@ def fail(op: str, text: str) -> NoReturn:
     raise RuntimeError(f"dsa::{op}: {text}") from None
 
 
-def describe(tensor: Tensor) -> str:
-    """For example "int64 [1, 4096, 2048]"."""
+def describe(tensor: Any) -> str:
+    """For example "int64 [1, 4096, 2048]"; the type of what is no tensor."""
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
     sizes = ", ".join(str(size) for size in tensor.shape)
     return f"{dtype_name(tensor.dtype)} [{sizes}]"
 

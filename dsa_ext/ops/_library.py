@@ -184,19 +184,20 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if is_enabled else None
 
 
-def check_input(module: str, x: Any, weight: Tensor | None = None, name: str = "x") -> None:
-    """Raises an error if x is no tensor or, if the weight [out, in] is given by which the module multiplies it, not
-    [B, S, in] and of the weight's dtype; or under autocast, which casts both, in another dtype than bf16, which no
-    operator takes."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{module}: {name} must be a tensor, got {type(x).__name__}")
+def check_input(module: str, x: Any, weight: Tensor | None, columns: int | None = None, name: str = "x") -> None:
+    """Raises an error if x is no tensor; not [B, S, columns] or of another dtype than the weight [out, columns] by
+    which the module multiplies it, as far as these are given; or under autocast, which casts both, in another dtype
+    than bf16, which no operator takes."""
+    if columns is None and weight is not None:
+        columns = weight.shape[1]
+    if not isinstance(x, Tensor) or (columns is not None and (x.dim() != 3 or x.shape[2] != columns)):
+        expected = "a tensor" if columns is None else f"[B, S, {columns}]"
+        raise ValueError(f"{module}: {name} must be {expected}, got {describe(x)}")
     dtype = _autocast_dtype(x)
     if dtype not in (None, torch.bfloat16):
         raise RuntimeError(f"{module}: autocast must use bfloat16, got {dtype_name(dtype)}")
     if weight is None:
         return
-    if x.dim() != 3 or x.shape[2] != weight.shape[1]:
-        raise ValueError(f"{module}: {name} must be [B, S, {weight.shape[1]}], got {describe(x)}")
     if dtype is None and x.dtype != weight.dtype:
         raise ValueError(f"{module}: {name} must be {dtype_name(weight.dtype)} like the parameters, got {describe(x)}")
     # What autocast does not cast.

@@ -125,9 +125,13 @@ def test_compiled_in_the_expanded_form(dynamic: bool, options: dict[str, Any], m
 
 @pytest.mark.parametrize("options", [{}, COLUMNS])
 @pytest.mark.parametrize("packed", [False, True])
-def test_compiled_for_other_lengths(packed: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for sequences with queries in both forms, of any length."""
-    set_expanded_rows(monkeypatch, 7)
+@pytest.mark.parametrize("limit", [7, 40])
+def test_compiled_for_other_lengths(
+    limit: int, packed: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for sequences with queries in both forms, and for those with all in the expanded form, of any
+    length."""
+    set_expanded_rows(monkeypatch, limit)
     layer = make_layer(**options)
     torch._dynamo.reset()
     graphs = []
@@ -136,17 +140,6 @@ def test_compiled_for_other_lengths(packed: bool, options: dict[str, Any], monke
         given = {"cu_seqlens": torch.tensor([0, 5, seq], dtype=torch.int32)} if packed else {}
         x = make_input(2 - packed, seq)
         torch.testing.assert_close(compiled(x, **given).out, layer(x, **given).out, rtol=1e-4, atol=1e-5)
-    assert len(graphs) == 1
-
-
-def test_compiled_for_lengths_of_which_all_are_expanded() -> None:
-    layer = make_layer(**COLUMNS)
-    torch._dynamo.reset()
-    graphs = []
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=lambda g, _: graphs.append(g) or g.forward)
-    for seq in (18, 19, 23, 40):
-        x = make_input(2, seq)
-        torch.testing.assert_close(compiled(x).out, layer(x).out, rtol=1e-4, atol=1e-5)
     assert len(graphs) == 1
 
 
