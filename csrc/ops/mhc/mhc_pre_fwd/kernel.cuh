@@ -2,18 +2,19 @@
 //
 // Warp specialization. Who does what, for a tile of 16 tokens:
 //
-//   role      warps  registers  does                                          waits on            signals
-//   multiply  0-7    216        products with phi and squares of x            full                phi_loaded (once)
-//                               sums of all 8 warps, sent as messages         named barrier       sums
-//   weigh     8-11   48         h_in = sum of h_pre x, this CTA's columns     h_pre, full         empty
-//   copy      12     32         loads x (TMA, one thread)                     empty, phi_loaded  full
-//   gates     13-15  32         adds up all CTAs' sums; gates; h_pre is sent  sums                h_pre
+//   role      warps  registers   does                                          waits on          signals
+//   multiply  0-7    216 or 224  phi, before the first tile                    phi_full          phi_empty
+//                                products with phi and squares of x            full
+//                                sums of all 8 warps, sent as messages         named barrier     sums
+//   weigh     8-11   48 or 40    h_in = sum of h_pre x, this CTA's columns     h_pre, full       empty
+//   copy      12     32 or 24    loads phi and x (TMA, one thread)             phi_empty, empty  phi_full, full
+//   gates     13-15  32 or 24    adds up all CTAs' sums; gates; h_pre is sent  sums              h_pre
 //
 // A cluster of CTAs splits the columns: each has a run of them, of every stream, so that it can compute its part of
 // h_in, and x is read once. phi times gamma stays in the multiply warps' registers, split into two bf16 numbers; each
-// warp has a part of every 64 columns of one stream. The CTA that owns a token adds up all CTAs' sums in a fixed order
-// and sends h_pre to all (messages: sm90/cluster.cuh). The tile, still in shared memory, is then weighed while the next
-// is multiplied.
+// warp has a part of every 64 columns of one stream. It arrives where the second and later tiles will be. The CTA that
+// owns a token adds up all CTAs' sums in a fixed order and sends h_pre to all (messages: sm90/cluster.cuh). The tile,
+// still in shared memory, is then weighed while the next is multiplied.
 #pragma once
 
 #include <cuda.h>
@@ -29,143 +30,92 @@
 #include "sm90/tma.cuh"
 #include "sm90/warp_mma.cuh"
 #include "sm90/warpgroup.cuh"
+#include "storage.cuh"
 
 namespace dsa::mhc_pre_fwd {
 
-using namespace dsa::sm90;
-
-inline constexpr int kTokens = 16;  // per tile
-inline constexpr int kChunk = 64;   // columns of a stream per copy
-inline constexpr int kStages = 3;   // of tiles, and of their messages
-inline constexpr int kMultiplyWarps = 8, kWeighWarps = 4, kGateWarps = 3;
-inline constexpr int kMultiplyThreads = kMultiplyWarps * kWarpThreads, kWeighThreads = kWeighWarps * kWarpThreads;
-inline constexpr int kThreads = kMultiplyThreads + 2 * kWarpgroupThreads;
-inline constexpr int kMultiplyBarrier = 1;
-// Registers per thread: at launch, which is all that can be shared out, and then by role.
-inline constexpr int kStart = 65536 / kThreads, kMultiplyRegisters = 216, kWeighRegisters = 48, kOtherRegisters = 32;
-static_assert(2 * kMultiplyRegisters + kWeighRegisters + kOtherRegisters <= 4 * kStart);
-
-template <int kStreams_>
-struct Shape {
-  static constexpr int kStreams = kStreams_;
-  static constexpr int kWarpsPerStream = kMultiplyWarps / kStreams;
-  static constexpr int kSteps = kChunk / 16 / kWarpsPerStream;  // of 16 columns, per chunk
-  static constexpr int kMixed = kStreams * kStreams + 2 * kStreams;
-  static constexpr int kGroups = kMixed / 8;  // of 8 columns of a product
-  static constexpr int kSums = kMixed + 1;    // per token: products with phi's rows, and the sum of squares
-  static constexpr int kPitch = kMixed + 2;
-};
-
+// A warp's part of phi, as it arrives, times gamma.
 template <class S, int kChunks>
-struct SharedStorage {
-  alignas(1024) __nv_bfloat16 x[kStages][kChunks][S::kStreams][kTokens * kChunk];
-  // Each warp's sums of a token, ordered by column_of_row; double-buffered by tile.
-  alignas(16) float products[2][kMultiplyWarps][kTokens][S::kPitch];
-  // Messages: each CTA's sums of this CTA's tokens, and h_pre of all tokens from their owners.
-  float sums[kStages][kTokens][S::kPitch];
-  alignas(16) float h_pre[kStages][kTokens][S::kStreams];
-  uint64_t full[kStages][kChunks], empty[kStages][kChunks], phi_loaded;
-};
-
-// The tiles of a cluster, and the columns of this CTA.
-struct Work {
-  int ctas, rank;
-  int cluster, clusters;
-  int tiles;                // of this cluster
-  int first_chunk, chunks;  // of this CTA
-
-  __device__ __forceinline__ Work(const Params& p, int ctas)
-      : ctas(ctas), rank(cluster_rank()), cluster(blockIdx.x / ctas), clusters(gridDim.x / ctas) {
-    const int all = (p.tokens - 1) / kTokens + 1, all_chunks = p.columns / kChunk;
-    tiles = cluster < all ? (all - 1 - cluster) / clusters + 1 : 0;
-    first_chunk = all_chunks * rank / ctas, chunks = all_chunks * (rank + 1) / ctas - first_chunk;
-  }
-  __device__ __forceinline__ int first_token(int i) const { return (cluster + i * clusters) * kTokens; }
-  __device__ __forceinline__ int own_tokens() const { return kTokens / ctas; }  // per tile
-};
-
-// B operands of one step of 16 columns: for each 8 rows of phi, rounded part and remainder.
-template <class S>
-struct Weights {
-  uint32_t high[S::kGroups][2], low[S::kGroups][2];
-};
-
-// The column of a product that belongs to row `row` of phi.
-__device__ __forceinline__ constexpr int column_of_row(int row) { return row / 8 * 8 + row % 4 * 2 + row / 4 % 2; }
-
-// Issues all loads before the first is needed. A warp's load covers 16 columns of 4 rows, so that it touches few lines.
-// Lanes then exchange halves, so that an even group of four lanes has the first half's rows and an odd one the second's
-// (see column_of_row).
-template <class S, int kChunks>
-__device__ __forceinline__ void load_weights(Weights<S> (&weights)[kChunks][S::kSteps], const Params& p,
-                                             const Work& work, int warp, int lane) {
-  constexpr int kLoads = 2 * S::kGroups;
-  const int64_t flat_columns = int64_t{S::kStreams} * p.columns;
-  const int64_t column = warp / S::kWarpsPerStream * p.columns + work.first_chunk * kChunk +
-                         warp % S::kWarpsPerStream * S::kSteps * 16 + lane % 8 * 2;
-  const auto place = [&](int chunk, int step) { return min(chunk, work.chunks - 1) * kChunk + step * 16; };
-  float2 pairs[kChunks][S::kSteps][kLoads];
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const float* g_row = p.phi + (i * 4 + lane / 8) * flat_columns + column;
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (int step = 0; step < S::kSteps; ++step)
-        pairs[chunk][step][i] = load_and_prefetch_256(g_row + place(chunk, step));
-    }
-  }
-  if (p.gamma != nullptr) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (int step = 0; step < S::kSteps; ++step) {
-        const float2 gamma = load_and_prefetch_256(p.gamma + column + place(chunk, step));
-#pragma unroll
-        for (float2& pair : pairs[chunk][step]) pair.x *= gamma.x, pair.y *= gamma.y;
-      }
-    }
-  }
-  const bool odd = lane / 4 % 2;
-  const auto exchange = [&](uint32_t first, uint32_t second, uint32_t (&halves)[2]) {
-    const uint32_t others = __shfl_xor_sync(~0u, odd ? first : second, 4);
-    halves[0] = odd ? others : first, halves[1] = odd ? second : others;
-  };
+__device__ __forceinline__ void take_weights(Weights<S> (&weights)[kChunks][S::kSteps],
+                                             SharedStorage<S, kChunks>& shared, const Params& p, const Work& work,
+                                             int warp, int lane) {
+  const int stream = warp / S::kWarpsPerStream, first = warp % S::kWarpsPerStream * S::kSteps * 16;  // of a chunk
+  const int row = lane / 4, pair = lane % 4 * 2;
+  const int block = (first / S::kHalf * S::kStreams + stream) * S::kMixed * kSwizzleRowBytes;
+  const float* g_gamma = p.gamma + int64_t{stream} * p.columns + work.first_chunk * kChunk + first + pair;
+  const PhiPlaces<S, kChunks> places{work.chunks};
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if (chunk >= work.chunks) break;
+    float2 gamma[S::kSteps][2];
+#pragma unroll
+    for (int i = 0; i < 2 * S::kSteps; ++i) {
+      gamma[i / 2][i % 2] =
+          p.gamma == nullptr ? float2{1.f, 1.f} : load_and_prefetch_256(g_gamma + chunk * kChunk + i * 8);
+    }
+    const int place = places.of(chunk);
+    wait(&shared.phi_full[place], places.parity(chunk));
+    const char* const rows = reinterpret_cast<const char*>(shared.phi(place)) + block;
 #pragma unroll
     for (int step = 0; step < S::kSteps; ++step) {
 #pragma unroll
       for (int group = 0; group < S::kGroups; ++group) {
-        uint32_t high[2], low[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float2 pair = pairs[chunk][step][2 * group + i];
-          high[i] = pack_bf16(pair.x, pair.y);
-          const float2 rounded = unpack_bf16(high[i]);
-          low[i] = pack_bf16(pair.x - rounded.x, pair.y - rounded.y);
+          const int column = first % S::kHalf + step * 16 + i * 8 + pair;
+          float2 phi = *reinterpret_cast<const float2*>(rows + group * 8 * kSwizzleRowBytes +
+                                                        swizzled_offset(row, column / 4) + column % 4 * sizeof(float));
+          phi.x *= gamma[step][i].x, phi.y *= gamma[step][i].y;
+          const uint32_t high = pack_bf16(phi.x, phi.y);
+          const float2 rounded = unpack_bf16(high);
+          weights[chunk][step].high[group][i] = high;
+          weights[chunk][step].low[group][i] = pack_bf16(phi.x - rounded.x, phi.y - rounded.y);
         }
-        exchange(high[0], high[1], weights[chunk][step].high[group]);
-        exchange(low[0], low[1], weights[chunk][step].low[group]);
       }
     }
+    __syncwarp();  // after the conversions, which wait for the reads
+    if (lane == 0) arrive(&shared.phi_empty[place]);
   }
 }
 
-// Producer, one thread: loads the first tile at once, and further ones after phi, which is needed first.
+// Producer, one thread: phi and the first tile, then the other tiles, which wait for phi to leave their places.
 template <class S, int kChunks>
-__device__ __forceinline__ void copy(SharedStorage<S, kChunks>& shared, const CUtensorMap& x_map, const Work& work) {
-  Ring<kStages> ring;
-  for (int i = 0; i < work.tiles; ++i) {
-    if (i == 1) wait(&shared.phi_loaded, 0);
-    for (int chunk = 0; chunk < work.chunks; ++chunk) {
-      uint64_t* full = &shared.full[ring.slot][chunk];
-      wait(&shared.empty[ring.slot][chunk], ring.parity ^ 1);
-      arrive_and_expect(full, sizeof(shared.x[0][0]));
-      tma_load_once(shared.x[ring.slot][chunk], &x_map,
-                    {(work.first_chunk + chunk) * kChunk, work.first_token(i), 0, 0, 0}, full);
+__device__ __forceinline__ void copy(SharedStorage<S, kChunks>& shared, const CUtensorMap& x_map,
+                                     const CUtensorMap& phi_map, const Work& work) {
+  using Storage = SharedStorage<S, kChunks>;
+  const PhiPlaces<S, kChunks> places{work.chunks};
+  const auto copy_phi = [&](int chunk) {
+    const int place = places.of(chunk);
+    uint64_t* full = &shared.phi_full[place];
+    wait(&shared.phi_empty[place], places.parity(chunk) ^ 1);
+    arrive_and_expect(full, Storage::kPhiBytes);
+    for (int half = 0; half < kChunk / S::kHalf; ++half) {
+      const int first_column = (work.first_chunk + chunk) * kChunk + half * S::kHalf;
+      tma_load(shared.phi(place) + half * S::kHalfFloats, &phi_map, {first_column * int(sizeof(float)), 0, 0, 0, 0},
+               full);
     }
+  };
+  const auto copy_x = [&](int slot, int chunk, int first_token) {
+    uint64_t* full = &shared.full[slot][chunk];
+    arrive_and_expect(full, Storage::kXBytes);
+    tma_load_once(shared.x[slot][chunk], &x_map, {(work.first_chunk + chunk) * kChunk, first_token, 0, 0, 0}, full);
+  };
+  for (int chunk = 0; chunk < work.chunks; ++chunk) {
+    copy_phi(chunk);
+    copy_x(0, chunk, work.first_token(0));
+  }
+  Ring<Storage::kStages> ring;
+  for (int i = 1; i < work.tiles; ++i) {
     ring.advance();
+    for (int chunk = 0; chunk < work.chunks; ++chunk) {
+      if (i < Storage::kStages) {
+        const int place = ((i - 1) * kChunks + chunk) / Storage::kXPerPhi;
+        const int last = place < places.kCount ? places.last(place) : -1;
+        if (last >= 0) wait(&shared.phi_empty[place], places.parity(last));
+      }
+      wait(&shared.empty[ring.slot][chunk], ring.parity ^ 1);
+      copy_x(ring.slot, chunk, work.first_token(i));
+    }
   }
 }
 
@@ -211,7 +161,7 @@ __device__ __forceinline__ void make_gates(SharedStorage<S, kChunks>& shared, co
   const Gates<S> gates(p, lane);
   const int own_tokens = work.own_tokens();
   const uint32_t h_pre_there = remote_address(shared.h_pre, min(lane, work.ctas - 1));
-  Ring<kStages> ring;
+  Ring<SharedStorage<S, kChunks>::kStages> ring;
   for (int i = 0; i < work.tiles; ++i) {
     for (int own = warp; own < own_tokens; own += kGateWarps) {
       float* const first = &shared.sums[ring.slot][own * work.ctas][min(lane, S::kMixed)];
@@ -298,25 +248,27 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage<S, kChunks>& shared
                                                int warp, int lane) {
   constexpr int kOwn = kTokens / kMultiplyWarps;
   Weights<S> weights[kChunks][S::kSteps];
-  load_weights(weights, p, work, warp, lane);
-  if (lane == 0) arrive(&shared.phi_loaded);
+  take_weights(weights, shared, p, work, warp, lane);
   uint32_t places[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) places[i] = place_of_sums(shared, work, warp + i * kMultiplyWarps, lane);
-  const int column = lane < S::kMixed ? column_of_row(lane) : S::kMixed;
-  Ring<kStages> ring;
+  Ring<SharedStorage<S, kChunks>::kStages> ring;
   for (int i = 0; i < work.tiles; ++i) {
     auto& products = shared.products[i % 2];
     multiply_tile<S, kChunks>(shared.x[ring.slot], shared.full[ring.slot], ring.parity, weights, work.chunks,
                               products[warp], warp, lane);
     sm90::sync_threads<kMultiplyBarrier, kMultiplyThreads>();
+    float own_sums[kOwn] = {};
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int t = warp + i * kMultiplyWarps;
-      float sum = 0.f;
 #pragma unroll
-      for (int from = 0; from < kMultiplyWarps; ++from) sum += products[from][t][column];
-      if (lane < S::kSums) send_message(places[i] + ring.slot * sizeof(shared.sums[0]), sum);
+      for (int from = 0; from < kMultiplyWarps; ++from) {
+        own_sums[i] += products[from][warp + i * kMultiplyWarps][min(lane, S::kMixed)];
+      }
+    }
+    if (lane < S::kSums) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) send_message(places[i] + ring.slot * sizeof(shared.sums[0]), own_sums[i]);
     }
     ring.advance();
   }
@@ -341,7 +293,7 @@ __device__ __forceinline__ void weigh_tiles(SharedStorage<S, kChunks>& shared, c
   static_assert(kWeighThreads == kTokens * kPieces);
   const int piece = thread % kPieces, t = thread / kPieces;
   const int warp = thread / kWarpThreads, lane = thread % kWarpThreads;
-  Ring<kStages> ring;
+  Ring<SharedStorage<S, kChunks>::kStages> ring;
   for (int i = 0; i < work.tiles; ++i) {
     constexpr int kTokensPerWarp = kTokens / kWeighWarps;
     const float gates = receive(shared.h_pre[ring.slot][warp * kTokensPerWarp], kTokensPerWarp * S::kStreams, lane);
@@ -381,38 +333,44 @@ __device__ __forceinline__ void weigh_tiles(SharedStorage<S, kChunks>& shared, c
 
 template <class S, int kChunks>
 __global__ void __launch_bounds__(kThreads, 1)
-    mhc_pre_fwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap x_map, int ctas) {
+    mhc_pre_fwd_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap x_map,
+                       const __grid_constant__ CUtensorMap phi_map, int ctas) {
+  using Storage = SharedStorage<S, kChunks>;
   extern __shared__ __align__(1024) char shared_bytes[];
-  auto& shared = *reinterpret_cast<SharedStorage<S, kChunks>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<Storage*>(shared_bytes);
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0), lane = threadIdx.x % kWarpThreads;
   const Work work(p, ctas);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages * kChunks; ++i) {
+  if (warp == kCopyWarp && lane == 0) {
+    for (int i = 0; i < Storage::kStages * kChunks; ++i) {
       barrier_init(&shared.full[0][0] + i, 1), barrier_init(&shared.empty[0][0] + i, kWeighWarps);
     }
-    barrier_init(&shared.phi_loaded, kMultiplyWarps);
+    for (int i = 0; i < Storage::kPhiPlaces; ++i) {
+      barrier_init(&shared.phi_full[i], 1), barrier_init(&shared.phi_empty[i], kMultiplyWarps);
+    }
     fence_barrier_init();
   }
-  for (int i = threadIdx.x; i < kStages * kTokens * S::kPitch; i += kThreads) {
+  for (int i = threadIdx.x; i < Storage::kStages * kTokens * S::kPitch; i += kThreads) {
     clear_message(&shared.sums[0][0][0] + i);
-    if (i < kStages * kTokens * S::kStreams) clear_message(&shared.h_pre[0][0][0] + i);
+    if (i < Storage::kStages * kTokens * S::kStreams) clear_message(&shared.h_pre[0][0][0] + i);
   }
+  // The only barrier of the cluster: messages are sent only to CTAs that wait for them. Copies need not wait for it.
   cute::cluster_arrive();
-  cute::cluster_wait();  // the only one: messages are sent only to CTAs that wait for them
+  if (warp != kCopyWarp) cute::cluster_wait();
 
   if (warp < kMultiplyWarps) {
-    set_registers<kMultiplyRegisters, kStart>();
+    set_registers<Registers<S, kChunks>::kMultiply, kStart>();
     multiply_tiles(shared, p, work, warp, lane);
   } else if (warp < kMultiplyWarps + kWeighWarps) {
-    set_registers<kWeighRegisters, kStart>();
+    set_registers<Registers<S, kChunks>::kWeigh, kStart>();
     weigh_tiles(shared, p, work, threadIdx.x - kMultiplyThreads);
   } else {
-    set_registers<kOtherRegisters, kStart>();
-    const int other = warp - kMultiplyWarps - kWeighWarps;
-    if (other == 0) {
-      if (lane == 0) copy(shared, x_map, work);
+    set_registers<Registers<S, kChunks>::kOther, kStart>();
+    if (warp == kCopyWarp) {
+      if (lane == 0) copy(shared, x_map, phi_map, work);
+      __syncwarp();
+      cute::cluster_wait();
     } else {
-      make_gates(shared, p, work, other - 1, lane);
+      make_gates(shared, p, work, warp - kCopyWarp - 1, lane);
     }
   }
 }

@@ -15,17 +15,23 @@ const char* launch_instance(const Params& p, int ctas, cudaStream_t stream) {
   constexpr auto kKernel = mhc_pre_fwd_kernel<S, kChunks>;
   constexpr int kBytes = sizeof(SharedStorage<S, kChunks>);
   static_assert(kBytes <= kMaxSharedBytes);
-  CUtensorMap x_map;
+  CUtensorMap x_map, phi_map;
   const bool encoded =  // tokens as heads, streams as positions
       encode_head_tensor(&x_map,
                          {p.x, p.columns, p.tokens, 1, p.streams, 1, int64_t{p.streams} * p.columns, 0, p.columns, 0},
                          {.columns = kChunk, .heads = kTokens, .positions = kStreams});
   if (!encoded) return "no tensor map for x";
+  const int row_bytes = p.columns * sizeof(float);  // phi's rows as heads, streams as positions, in bytes
+  const bool phi_encoded = encode_head_tensor(
+      &phi_map, {p.phi, row_bytes, S::kMixed, 1, p.streams, 1, int64_t{p.streams} * row_bytes, 0, row_bytes, 0},
+      {.columns = kSwizzleRowBytes, .heads = S::kMixed, .positions = kStreams, .element_bytes = 1});
+  if (!phi_encoded) return "no tensor map for phi";
   int clusters;
   const char* error = count_clusters<kKernel>(p.device, ctas, kThreads, kBytes, &clusters);
   if (error != nullptr) return error;
   clusters = std::min(clusters, (p.tokens - 1) / kTokens + 1);
-  return launch_kernel<kKernel>(p.device, Grid(clusters * ctas, ctas), kThreads, kBytes, stream, p, x_map, ctas);
+  return launch_kernel<kKernel>(p.device, Grid(clusters * ctas, ctas), kThreads, kBytes, stream, p, x_map, phi_map,
+                                ctas);
 }
 
 // The smallest cluster whose registers hold phi, and at least two CTAs: messages need a cluster.
