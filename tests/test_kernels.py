@@ -217,8 +217,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "act_quant/launch": Kernels("act_quant_kernel", 2, 3 * 512, ("LDG.E.128", "F2FP.SATFINITE.E4M3", "SHFL")),
         # One instance per number of rows.
         "fp8_gemm/launch": Kernels("fp8_gemm_kernel", 4, 320, ("QGMMA", "UTMALDG", "LDGSTS", "STSM", "SYNCS")),
-        # Numbers of columns per CTA, for 2 and for 4 streams. With the most columns phi fills the registers: a few words
-        # of other warps, which are read once per tile, are spilled.
+        # Numbers of columns per CTA, for 2 and for 4 streams. With the most, a few words of warps without phi, which
+        # are read once per tile, are spilled.
         "mhc_pre_fwd/launch": Kernels(
             "mhc_pre_fwd_kernel", 3 + 4, 512, ("HMMA", "LDSM", "UTMALDG", "USETMAXREG", "UCGABAR_ARV"), spilled=16
         ),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dsa_ext import functional
 from dsa_ext.nn.projections import plain_weight
-from dsa_ext.ops._checks import dtype_name
+from dsa_ext.ops._checks import check_sizes, dtype_name
 from dsa_ext.ops._library import check_input, refuse_cache_in_transforms
 
 BLOCK = 64  # tokens
@@ -72,6 +72,7 @@ class BlockKVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_sizes("BlockKVCache", batch=batch, kv_heads=kv_heads, head_dim=head_dim)
         if type(capacity) is not int or capacity < 0 or capacity % BLOCK != 0:
             raise ValueError(f"BlockKVCache: capacity must be a multiple of {BLOCK}, got {capacity!r}")
         if dtype is not None and not dtype.is_floating_point:
@@ -171,7 +172,8 @@ class BlockSparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        if kv_heads < 1 or heads % kv_heads != 0:
+        check_sizes("BlockSparseAttention", hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        if heads % kv_heads != 0:
             raise ValueError(f"BlockSparseAttention: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         self.heads, self.kv_heads, self.head_dim, self.mode = heads, kv_heads, head_dim, mode
         self.limits: dict[str, Any] = {"topk": topk, "tau": tau, "min_blocks": min_blocks}

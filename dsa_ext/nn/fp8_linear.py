@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
+from dsa_ext.ops._checks import check_sizes, describe
 from dsa_ext.reference.fp8 import BLOCK
 
 
@@ -26,6 +27,9 @@ class FP8Linear(nn.Module):
         super().__init__()
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"FP8Linear: linear must be an nn.Linear, got {type(linear).__name__}")
+        if not linear.weight.is_floating_point():
+            raise ValueError(f"FP8Linear: the weight must be floating-point, got {describe(linear.weight)}")
+        check_sizes("FP8Linear", in_features=linear.in_features, out_features=linear.out_features)
         self.in_features, self.out_features, self.round_scale = linear.in_features, linear.out_features, round_scale
         weight, scale = functional.prepare_weight(linear.weight.float(), round_scale)
         self.register_buffer("weight", weight)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
+from dsa_ext.ops._checks import check_sizes
 from dsa_ext.ops._library import check_input
 from dsa_ext.ops.mhc import STREAMS
 from dsa_ext.reference.mhc import split
@@ -56,9 +57,10 @@ class HyperConnection(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        check_sizes("HyperConnection", hidden_size=hidden_size, streams=streams, iterations=iterations)
         if streams not in STREAMS:
             raise ValueError(f"HyperConnection: streams must be 2, 4 or 8, got {streams}")
-        if hidden_size < 1 or hidden_size % 128 != 0:
+        if hidden_size % 128 != 0:
             raise ValueError(f"HyperConnection: hidden_size must be a multiple of 128, got {hidden_size}")
         self.layer, self.iterations, self.eps = layer, iterations, eps
         self.streams, columns, mixed = streams, streams * hidden_size, streams * streams + 2 * streams

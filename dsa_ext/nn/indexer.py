@@ -9,7 +9,7 @@ from dsa_ext import functional
 from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
 from dsa_ext.nn.projections import plain_weight
 from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn, placed
-from dsa_ext.ops._checks import describe
+from dsa_ext.ops._checks import check_sizes, describe
 from dsa_ext.ops._library import check_input
 
 
@@ -71,10 +71,13 @@ class LightningIndexer(nn.Module):
         super().__init__()
         if precision not in ("fp8", "bf16"):
             raise ValueError(f"LightningIndexer: precision must be 'fp8' or 'bf16', got {precision!r}")
+        check_sizes("LightningIndexer", hidden_size=hidden_size, q_lora_rank=q_lora_rank)
+        check_sizes("LightningIndexer", heads=heads, head_dim=head_dim)
         if hadamard and head_dim & (head_dim - 1):
             raise ValueError(f"LightningIndexer: head_dim must be a power of 2 with hadamard, got {head_dim}")
-        if rope_dim % 2 != 0 or not 0 <= rope_dim <= head_dim:
-            raise ValueError(f"LightningIndexer: rope_dim must be even, from 0 to head_dim={head_dim}, got {rope_dim}")
+        if not isinstance(rope_dim, int) or rope_dim not in range(0, head_dim + 1, 2):
+            expected = f"rope_dim must be an even int from 0 to head_dim={head_dim}"
+            raise ValueError(f"LightningIndexer: {expected}, got {rope_dim!r}")
         check_layout("LightningIndexer", "rope", rope)
         check_yarn("LightningIndexer", yarn, rope_theta)
         self.heads, self.head_dim, self.rope_dim, self.hadamard = heads, head_dim, rope_dim, hadamard

@@ -11,7 +11,7 @@ from dsa_ext.nn.page_tables import PageTables, check_ids
 from dsa_ext.nn.rotary import CachedRows
 from dsa_ext.nn.tuples import DecodeStep as DecodeStep
 from dsa_ext.nn.tuples import PrefillStep as PrefillStep
-from dsa_ext.ops._checks import describe, dtype_name
+from dsa_ext.ops._checks import check_sizes, describe, dtype_name
 from dsa_ext.ops.indexer import DIMS
 from dsa_ext.ops.sparse_mla import WIDTHS
 from dsa_ext.reference.decode import packed_bytes, unpack_kv_fp8
@@ -76,10 +76,9 @@ class PagedKVCache:
         batch_invariant: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        numbers = {"layers": layers, "num_blocks": num_blocks, "max_sequences": max_sequences}
-        for name, number in {**numbers, "max_length": max_length, "page_size": page_size}.items():
-            if type(number) is not int or number < 1:
-                _fail(f"{name} must be a positive int, got {number!r}")
+        check_sizes("PagedKVCache", layers=layers, num_blocks=num_blocks, max_sequences=max_sequences)
+        check_sizes("PagedKVCache", max_length=max_length, page_size=page_size)
+        check_sizes("PagedKVCache", columns=columns, index_columns=index_columns)
         if (num_blocks + 1) * page_size >= 2**31:
             _fail(f"num_blocks and page_size must have a product below 2^31, got {num_blocks} and {page_size}")
         for name, number, legal in (("columns", columns, WIDTHS), ("index_columns", index_columns, DIMS)):

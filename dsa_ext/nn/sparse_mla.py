@@ -16,7 +16,7 @@ from dsa_ext.nn.projections import plain_weight, weight_of
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_yarn, rope_tables
 from dsa_ext.nn.rows import Rows, rows_of
 from dsa_ext.nn.tuples import SparseMLAOutput as SparseMLAOutput
-from dsa_ext.ops._checks import describe, dtype_name
+from dsa_ext.ops._checks import check_sizes, describe, dtype_name
 from dsa_ext.ops._library import as_autocast, check_input, refuse_cache_in_transforms, refuse_reentrant_checkpointing
 from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, VALUE_COLUMNS, WIDTHS
 
@@ -97,14 +97,12 @@ class SparseMLA(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"hidden_size": hidden_size, "q_lora_rank": q_lora_rank, "nope_dim": nope_dim, "v_dim": v_dim}
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"SparseMLA: {name} must be a positive int, got {size!r}")
+        check_sizes("SparseMLA", hidden_size=hidden_size, nope_dim=nope_dim, v_dim=v_dim, topk=topk)
+        check_sizes("SparseMLA", q_lora_rank=q_lora_rank, rope_dim=rope_dim, kv_lora_rank=kv_lora_rank)
         for name, size, only in (("rope_dim", rope_dim, _ROPE_COLUMNS), ("kv_lora_rank", kv_lora_rank, VALUE_COLUMNS)):
             if size != only:
                 raise ValueError(f"SparseMLA: {name} must be {only}, got {size!r}")
-        if heads not in range(1, MAX_HEADS_PER_GROUP + 1):
+        if type(heads) is not int or not 1 <= heads <= MAX_HEADS_PER_GROUP:
             raise ValueError(f"SparseMLA: heads must be an int from 1 to {MAX_HEADS_PER_GROUP}, got {heads!r}")
         self.hidden_size = hidden_size
         self.heads, self.nope_dim, self.rope_dim, self.v_dim = heads, nope_dim, rope_dim, v_dim

@@ -47,6 +47,13 @@ def _tensor_arguments(op: str) -> list[tuple[str, bool | None]]:
     return [(argument.name, required.get(str(argument.type))) for argument in arguments]
 
 
+def check_sizes(owner: str, **sizes: Any) -> None:
+    """Checks sizes that the constructor of the class `owner` was given."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{owner}: {name} must be a positive int, got {size!r}")
+
+
 def check_tensor(
     op: str, name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], **dims: int | None
 ) -> None:

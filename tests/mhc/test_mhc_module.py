@@ -103,7 +103,7 @@ def test_errors_of_the_module() -> None:
         HyperConnection(torch.nn.Identity(), D, 1)
     with pytest.raises(ValueError, match="HyperConnection: hidden_size must be a multiple of 128, got 100"):
         HyperConnection(torch.nn.Identity(), 100)
-    for name, value in (("iterations", 0), ("eps", 1.0)):
+    for name, value in (("iterations", 101), ("eps", 1.0)):
         with pytest.raises(RuntimeError, match=f"dsa::mhc_.*: {name} must be from .*, got {value:g}"):
             HyperConnection(torch.nn.Identity(), D, **{name: value})
     with pytest.raises(RuntimeError, match="at most 8192, got 8320"):

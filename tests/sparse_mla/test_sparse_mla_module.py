@@ -346,7 +346,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="head_dim must be a power of 2 with hadamard, got 96"):
         LightningIndexer(8, 8, head_dim=96, hadamard=True)
     for rope_dim in (31, 66, -2):
-        with pytest.raises(ValueError, match=f"rope_dim must be even, from 0 to head_dim=64, got {rope_dim}"):
+        with pytest.raises(ValueError, match=f"rope_dim must be an even int from 0 to head_dim=64, got {rope_dim}"):
             LightningIndexer(8, 8, head_dim=64, rope_dim=rope_dim)
     x = make_input()
     for call in (layer, layer.select, layer.attention_to_all):
