@@ -3,7 +3,7 @@
 // Warp specialization. Who does what, for a tile of 16 tokens:
 //
 //   role      warps  registers   does                                          waits on          signals
-//   multiply  0-7    216 or 224  phi, before the first tile                    phi_full          phi_empty
+//   multiply  0-7    216 or 224  phi to registers, once                        phi_full          phi_empty
 //                                products with phi and squares of x            full
 //                                sums of all 8 warps, sent as messages         named barrier     sums
 //   weigh     8-11   48 or 40    h_in = sum of h_pre x, this CTA's columns     h_pre, full       empty
@@ -12,9 +12,9 @@
 //
 // A cluster of CTAs splits the columns: each has a run of them, of every stream, so that it can compute its part of
 // h_in, and x is read once. phi times gamma stays in the multiply warps' registers, split into two bf16 numbers; each
-// warp has a part of every 64 columns of one stream. It arrives where the second and later tiles will be. The CTA that
-// owns a token adds up all CTAs' sums in a fixed order and sends h_pre to all (messages: sm90/cluster.cuh). The tile,
-// still in shared memory, is then weighed while the next is multiplied.
+// warp has a part of every 64 columns of one stream. phi arrives in shared memory where the second and later tiles will
+// be. The CTA that owns a token adds up all CTAs' sums in a fixed order and sends h_pre to all (messages:
+// sm90/cluster.cuh). The tile, still in shared memory, is then weighed while the next is multiplied.
 #pragma once
 
 #include <cuda.h>
@@ -73,7 +73,8 @@ __device__ __forceinline__ void take_weights(Weights<S> (&weights)[kChunks][S::k
         }
       }
     }
-    __syncwarp();  // after the conversions, which wait for the reads
+    fence_async_proxy();  // the reads are complete before a copy takes the place
+    __syncwarp();
     if (lane == 0) arrive(&shared.phi_empty[place]);
   }
 }
@@ -353,7 +354,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     clear_message(&shared.sums[0][0][0] + i);
     if (i < Storage::kStages * kTokens * S::kStreams) clear_message(&shared.h_pre[0][0][0] + i);
   }
-  // The only barrier of the cluster: messages are sent only to CTAs that wait for them. Copies need not wait for it.
+  // The only barrier of the cluster: messages are sent to CTAs that have marked their words as empty. Copies need not
+  // wait for it. (There are at least two CTAs: without a cluster, this wait would become one for all threads.)
   cute::cluster_arrive();
   if (warp != kCopyWarp) cute::cluster_wait();
 

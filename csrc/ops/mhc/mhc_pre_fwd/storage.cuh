@@ -31,7 +31,7 @@ struct Shape {
   static constexpr int kGroups = kMixed / 8;  // of 8 columns of a product
   static constexpr int kSums = kMixed + 1;    // per token: products with phi's rows, and the sum of squares
   static constexpr int kPitch = kMixed + 2;
-  // phi is copied in halves of chunks: the swizzle has no longer rows.
+  // phi is copied in halves of chunks: a row of the swizzle has 128 bytes.
   static constexpr int kHalf = kSwizzleRowBytes / sizeof(float), kHalfFloats = kStreams * kMixed * kHalf;
 };
 
@@ -57,7 +57,7 @@ struct SharedStorage {
   static constexpr int kPhiBytes = kChunk / S::kHalf * S::kHalfFloats * sizeof(float);    // of a chunk
   static constexpr int kProducts = 2 * kMultiplyWarps * kTokens * S::kPitch;
   static constexpr int kMessages = kTokens * (S::kPitch + S::kStreams);  // per stage
-  static constexpr int kBarrierBytes = 1024;                             // at most, of all barriers
+  static constexpr int kBarrierBytes = 1024;                             // reserved
   // Of tiles, and of their messages; more than 4 gain nothing.
   static constexpr int kStages = std::min<int>(
       (kMaxSharedBytes - kProducts * sizeof(float) - kBarrierBytes) / (kChunks * kXBytes + kMessages * sizeof(float)),
@@ -75,12 +75,15 @@ struct SharedStorage {
   alignas(16) float h_pre[kStages][kTokens][S::kStreams];
   uint64_t full[kStages][kChunks], empty[kStages][kChunks], phi_full[kPhiPlaces], phi_empty[kPhiPlaces];
 
+  static_assert(sizeof(full) + sizeof(empty) + sizeof(phi_full) + sizeof(phi_empty) <= kBarrierBytes);
+
   __device__ __forceinline__ float* phi(int place) {
     return reinterpret_cast<float*>(x[1]) + place * (kPhiBytes / sizeof(float));
   }
 };
 
-// phi's chunks take turns in its places, in such an order that the last chunk is in the last place.
+// phi's chunks take turns in its places, and the last chunk is in the last place: so the places become free in the
+// order of the tiles that are copied there.
 template <class S, int kChunks>
 struct PhiPlaces {
   static constexpr int kCount = SharedStorage<S, kChunks>::kPhiPlaces;
