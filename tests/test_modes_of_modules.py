@@ -163,6 +163,22 @@ def test_vmap_of_modules_is_a_loop(name: str) -> None:
         torch.testing.assert_close(*(torch.autograd.grad(total(results), several) for results in (got, expected)))
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "FP8Linear"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_batched_gradients_of_modules(name: str) -> None:
+    """They are those of one at a time, or a clear error where a backward pass writes to its memory."""
+    module = make_module(name)
+    x = make_input(module).requires_grad_()
+    result = floats(module, x)[0]
+    gradients = torch.randn(3, *result.shape, generator=torch.Generator().manual_seed(2))
+    if name.startswith(("SparseMLA", "LightningIndexer")):
+        with pytest.raises(RuntimeError, match=r"^(SparseMLA|apply_rope): batched gradients .* are not supported"):
+            torch.autograd.grad(result, x, gradients, is_grads_batched=True)
+        return
+    expected = torch.stack([torch.autograd.grad(result, x, g, retain_graph=True)[0] for g in gradients])
+    torch.testing.assert_close(torch.autograd.grad(result, x, gradients, is_grads_batched=True)[0], expected)
+
+
 #: Modules without a gradient, and one that runs on torch's attention.
 _NOT_REFUSED = ("FP8Linear", "LightningIndexer", "SparseMLA, dense")
 

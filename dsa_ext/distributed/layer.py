@@ -93,7 +93,7 @@ class ParallelSparseMLA(SparseMLA):
             first = self._first_rows(seq_len)
         among = shares_of(len(held), size_of(self._tp), "zigzag", x.device, first)
         own = among.rows(rank_in(self._tp))
-        whole = rows_of(x.new_empty(x.shape[0], seq_len, 0), None, cu_seqlens)
+        whole = rows_of(x.new_empty(()).expand(x.shape[0], seq_len, x.shape[2]), None, cu_seqlens)
         queries = whole.at(held[own], x.shape[0])
         if ids is not None:
             self._check_ids(ids, x[:, : len(own)])  # of this rank's queries

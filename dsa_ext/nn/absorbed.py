@@ -23,7 +23,7 @@ from dsa_ext.nn.expanded import NONE, Attended, Expanded, fits
 from dsa_ext.nn.heads import multiply, weight_gradient
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
 from dsa_ext.nn.plain import plain_attention
-from dsa_ext.ops._library import as_autocast, is_transformed, not_differentiable_again
+from dsa_ext.ops._library import as_autocast, is_transformed, not_differentiable_again, refuse_batched_gradients
 
 #: Most bytes of absorbed queries at a time; 7281 queries of 128 heads in bf16.
 _BYTES = 2**30
@@ -184,6 +184,7 @@ class _AbsorbedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # checkpointing gives them once
         dloss = others[-1]
+        refuse_batched_gradients("SparseMLA", dout, dloss)
         with torch.no_grad():
             gradients = _gradients(ctx, dout, dloss, saved)
         given = [t for t in (dout, dloss) if t is not None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dsa_ext.ops._library import is_transformed
+from dsa_ext.ops._library import is_transformed, refuse_batched_gradients
 
 
 def multiply(out: Tensor, x: Tensor, weights: Tensor) -> None:
@@ -32,6 +32,7 @@ class _MultiplyHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        refuse_batched_gradients("SparseMLA", dout)
         x, weights = ctx.saved_tensors
         dx = x.new_empty(x.shape)
         multiply(dx.flatten(0, 1), dout.flatten(0, 1), weights.mT)

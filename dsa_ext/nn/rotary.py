@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dsa_ext.ops._checks import describe
-from dsa_ext.ops._library import is_transformed
+from dsa_ext.ops._library import is_transformed, refuse_batched_gradients
 from dsa_ext.ops.rotary import write_rotated_is_compiled
 
 RopeLayout = Literal["half", "interleaved"]
@@ -283,5 +283,6 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * 5
+        refuse_batched_gradients("apply_rope", dout)
         cos, sin = ctx.saved_tensors
         return _Rope.apply(dout, cos, -sin, *ctx.layouts), None, None, None, None  # type: ignore[no-untyped-call]

@@ -105,6 +105,13 @@ def refuse_reentrant_checkpointing(indexer_tensors: tuple[Tensor, ...]) -> None:
         )
 
 
+def refuse_batched_gradients(where: str, *gradients: Tensor | None) -> None:
+    """Raises an error in the backward pass of a function that writes to its memory, if autograd runs it for several
+    gradients at once."""
+    if not is_compiling() and any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
+        raise RuntimeError(f"{where}: batched gradients (is_grads_batched=True) are not supported")
+
+
 def refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
     """Raises an error if an argument has a tangent, that of forward-mode differentiation."""
     for arg in args:
