@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsa_ext.nn.rotary import PlacedRows, check_positions, placed
-from dsa_ext.ops._checks import describe
+from dsa_ext.ops._checks import check_sizes, describe
 
 
 class Rows(NamedTuple):
@@ -50,8 +50,7 @@ def rows_of(
     if positions is None:
         positions = row - starts
     if max_seqlen is not None:
-        if not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or max_seqlen < 1:
-            raise ValueError(f"SparseMLA: max_seqlen must be a positive int, got {max_seqlen!r}")
+        check_sizes("SparseMLA", max_seqlen=max_seqlen)
         max_seqlen = min(max_seqlen, seq)
         starts = torch.maximum(starts, row + 1 - max_seqlen).int()
     return Rows(placed(positions), (starts[None], (row + 1).int()[None]), max_seqlen)

@@ -48,7 +48,7 @@ def _tensor_arguments(op: str) -> list[tuple[str, bool | None]]:
 
 
 def check_sizes(owner: str, **sizes: Any) -> None:
-    """Checks sizes that the constructor of the class `owner` was given."""
+    """Checks sizes that the class `owner` was given."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{owner}: {name} must be a positive int, got {size!r}")
