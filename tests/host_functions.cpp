@@ -7,6 +7,7 @@
 #include "ops/block_sparse/block_sparse_attn_fwd/plan.h"
 #include "ops/indexer/indexer_bwd/config.h"
 #include "ops/indexer/indexer_logits/config.h"
+#include "ops/indexer/indexer_logits/tickets.h"
 #include "ops/indexer/indexer_logits_paged/config.h"
 #include "ops/indexer/indexer_topk/plan.h"
 #include "ops/indexer/topk_select/config.h"
@@ -115,6 +116,15 @@ PYBIND11_MODULE(host_functions, m) {
   indexer_bwd.def("groups_at_once", dsa::indexer_bwd::groups_at_once);
   auto indexer_logits = m.def_submodule("indexer_logits");
   indexer_logits.attr("threads") = dsa::indexer_logits::kThreads;
+  indexer_logits.def("rest_of", &dsa::indexer_logits::rest_of);
+  indexer_logits.def("tickets", [](int64_t units, unsigned ctas) {  // (begin, end) of each
+    std::vector<py::tuple> tickets;
+    for (unsigned number = 0; number < dsa::indexer_logits::kRestRounds * ctas; ++number) {
+      const auto ticket = dsa::indexer_logits::ticket_of(number, units, ctas);
+      tickets.push_back(py::make_tuple(ticket.begin, ticket.end));
+    }
+    return tickets;
+  });
   indexer_logits.def("sampled", &dsa::indexer_logits::sampled);
   indexer_logits.def("key_of_sample", &dsa::indexer_logits::key_of_sample);
   indexer_logits.def("key_of_other", &dsa::indexer_logits::key_of_other);

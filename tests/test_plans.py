@@ -301,6 +301,30 @@ def test_plan_row_fills_the_chip(host_functions: ModuleType) -> None:
     assert plan(1, 1000) == plan(1, 0) == (1, True)
 
 
+@given(units=st.one_of(st.integers(0, 2000), st.integers(0, 2**40)), ctas=st.integers(1, 140))
+def test_tickets(host_functions: ModuleType, units: int, ctas: int) -> None:
+    """Each unit of the rest once, in order; a later ticket is not larger, but for the last unit."""
+    tickets = host_functions.indexer_logits.tickets(units, ctas)
+    assert len(tickets) % ctas == 0
+    assert [begin for begin, _ in tickets] == [0, *(end for _, end in tickets[:-1])]
+    assert tickets[-1][1] == units
+    sizes = [end - begin for begin, end in tickets]
+    assert min(sizes) >= 0
+    assert all(size <= earlier + 1 for earlier, size in itertools.pairwise(sizes))
+    assert max(sizes[-ctas:]) <= units / ctas / 4 + 2, "some CTA would end long before this one"
+
+
+@given(units=st.integers(0, 2**40), ctas=st.integers(1, 140))
+def test_rest(host_functions: ModuleType, units: int, ctas: int) -> None:
+    """A small part is kept back, or nothing where a ticket would be few units."""
+    rest = host_functions.indexer_logits.rest_of(units, ctas)
+    if rest == 0:
+        assert units < 1025 * ctas
+    else:
+        assert rest == units // 16
+        assert min(end - begin for begin, end in host_functions.indexer_logits.tickets(rest, ctas)) >= 16
+
+
 @given(keys=st.integers(0, 5000))
 def test_sample_and_other_keys(host_functions: ModuleType, keys: int) -> None:
     """Every key is in one of the two sets, both ascend, and `sampled` counts the first one's keys below any bound."""

@@ -133,6 +133,21 @@ def test_selection_above_bars_among_more_keys(dtype: torch.dtype, seq: int, s_kv
         check_selected(selected(bounded, topk), composed(bounded, topk))
 
 
+# Enough units of work, parts of 64 keys for each block of queries, that a rest is kept for CTAs that are done first.
+@every_kernel
+def test_selection_above_bars_with_a_rest(dtype: torch.dtype, heads: int, dim: int, host_functions: ModuleType) -> None:
+    inputs = make_gpu(2301, 131073, heads, dim, dtype)
+    queries_of_block = min(512, 65536 // inputs.q[0, 0].nbytes) // heads
+    ctas = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    units = 2301 // queries_of_block * (131073 * 16 // 17 // 64)
+    assert heads < 16 or host_functions.indexer_logits.rest_of(units, ctas) > 0
+    for kind in ("whole", "random"):
+        bounded = poisoned(with_bounds(inputs, kind))
+        expected = composed(bounded, 2048)
+        for _ in range(2):
+            check_selected(selected(bounded, 2048), expected)
+
+
 @pytest.mark.gpu_memory(9)
 def test_selection_above_bars_in_runs() -> None:
     inputs = with_bounds(make_gpu(8200, 100_000, 16, dim=64), "whole")
@@ -301,7 +316,7 @@ def test_one_row_whose_sample_misleads() -> None:
 
 
 def test_selection_above_bars_in_a_graph() -> None:
-    inputs = with_bounds(make_gpu(1403, 50001, 32), "causal")
+    inputs = with_bounds(make_gpu(1403, 131073, 64), "causal")
     selected(inputs, 2048)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

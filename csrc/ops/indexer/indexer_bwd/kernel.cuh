@@ -159,11 +159,11 @@ __device__ __forceinline__ void add_to_keys(SharedStorage<kColumns, kHeads>& sha
       }
       chunk.ids = RowIds(step.ids + warp * 16, lane);
       chunk.first_row = static_cast<int64_t>(read_for_warp(step.group)) * p.capacity + first_entry + warp * 16;
+      fence_async_proxy();  // the ids have been read: ptxas moves their shuffle behind the arrival
       arrive(&shared.empty[ring.slot]);
       ring.advance();
       wait(&shared.q_full[at], count / kGroups % 2);
       wait(&shared.derivatives_full[derivatives.slot], derivatives.parity);
-      fence_async_proxy();
       return true;
     }
   };

@@ -10,11 +10,12 @@
 //   clean     warps 17-19      32         writes -inf where no tile is visited
 //   collect   the same         32         moves logits above the bar to lists            full        empty
 //
-// A block of queries, whose heads are the rows of Q in shared memory, is multiplied with tiles of keys. The tiles that
-// the blocks see form one long list, of which each persistent CTA takes an equal run. Each multiply warpgroup keeps the
-// weights of its own 128 rows in registers; while one computes sums, others multiply.
+// A block of queries, whose heads are the rows of Q in shared memory, is multiplied with tiles of keys. The parts of
+// tiles that the blocks see form one long list, of which each persistent CTA takes an equal run. Each multiply
+// warpgroup keeps the weights of its own 128 rows in registers; while one computes sums, others multiply.
 //
-// For indexer_topk there are instances that list the logits above the bar of their row and store no others.
+// For indexer_topk there are instances that list the logits above the bar of their row and store no others. They keep
+// back a rest of the work for the CTAs that are done first.
 //
 // Programmatic dependent launch (PDL): all roles wait for the preceding kernel.
 #pragma once
@@ -29,6 +30,7 @@
 #include "config.h"
 #include "heads.cuh"
 #include "params.h"
+#include "rest.cuh"
 #include "runs.cuh"
 #include "sm90/mbarrier.cuh"
 #include "sm90/memory.cuh"
@@ -52,6 +54,7 @@ struct SharedStorage {
   RunStorage<kThreads> plan;                          // items are blocks of queries
   using WarpFinds = Finds<kC.room(), kC.room() - kC.finds()>;
   std::conditional_t<kC.above, WarpFinds[kMathThreads / 32], Nothing> finds;
+  RestRuns rest;
   alignas(8) uint64_t q_full, q_empty, keys_full[kC.stages()], keys_empty[kC.stages()];
 };
 
@@ -61,20 +64,20 @@ __device__ __forceinline__ int2 bounds_of(const Params& p, int query) {
   return {begin, max(begin, end)};
 }
 
-// The range of keys that any query of a block sees, the range that all see, and the tiles of the former.
+// The range of keys that any query of a block sees, the range that all see, and the parts of tiles of the former.
 struct BlockRange {
   int begin = 0, end = 0;
   int common_begin = 0, common_end = 0;
-  int first_tile = 0, tiles = 0;
+  int first_part = 0, parts = 0;
 
-  // Work is counted in units: one for the start of a block, and one per tile.
-  __device__ __forceinline__ int units() const { return tiles > 0 ? 1 + tiles : 0; }
+  // Work is counted in units: one per part, and some for the start of a block.
+  __device__ __forceinline__ int units() const { return parts > 0 ? kStartUnits + parts : 0; }
 };
 
 __device__ __forceinline__ BlockRange range_of_bounds(int begin, int end, int common_begin, int common_end) {
   if (begin >= end) return {};
-  const int first_tile = begin / kTileKeys;
-  return {begin, end, common_begin, common_end, first_tile, (end - 1) / kTileKeys + 1 - first_tile};
+  const int first_part = begin / kPartKeys;
+  return {begin, end, common_begin, common_end, first_part, (end - 1) / kPartKeys + 1 - first_part};
 }
 
 // Called by all lanes of a warp.
@@ -89,24 +92,28 @@ __device__ __forceinline__ BlockRange range_of(const Params& p, int first_query,
                          __reduce_max_sync(~0u, common_begin), __reduce_min_sync(~0u, common_end));
 }
 
-// Walks over a CTA's run: calls `visit(block, range, first, end)` for tiles [first, end) of each block.
-template <class Element, Config kC, class Visit>
-__device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, const Params& p, Visit visit) {
-  int skip = shared.plan.run.skip;
-  int64_t left = shared.plan.run.units;
-  for (int block = shared.plan.run.item; left > 0 && block * kC.queries() < p.seq; ++block, skip = 0) {
-    const BlockRange range = range_of(p, block * kC.queries(), kC.queries());
-    const int end = static_cast<int>(min(int64_t{range.units()}, skip + left));
-    left -= end - skip;
-    const int first = max(skip - 1, 0);
-    if (first < end - 1) visit(block, range, range.first_tile + first, range.first_tile + end - 1);
+// Walks over a CTA's run, and those that `next_run()` returns until one is empty: calls `visit(block, range, first,
+// end)` for parts [first, end) of each block.
+template <class Element, Config kC, class NextRun, class Visit>
+__device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, const Params& p, NextRun next_run,
+                                     Visit visit) {
+  for (Run run = shared.plan.run; run.units > 0; run = next_run()) {
+    int skip = run.skip;
+    int64_t left = run.units;
+    for (int block = run.item; left > 0 && block * kC.queries() < p.seq; ++block, skip = 0) {
+      const BlockRange range = range_of(p, block * kC.queries(), kC.queries());
+      const int end = static_cast<int>(min(int64_t{range.units()}, skip + left));
+      left -= end - skip;
+      const int first = max(skip - kStartUnits, 0), parts_end = end - kStartUnits;
+      if (first < parts_end) visit(block, range, range.first_part + first, range.first_part + parts_end);
+    }
   }
 }
 
 // Finds this CTA's run. Called by all threads.
 template <class Element, Config kC>
 __device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const Params& p, int blocks) {
-  find_run(shared.plan, blocks, [&](int block) {
+  find_run<kC.above>(shared.plan, blocks, [&](int block) {
     int keys_begin = INT_MAX, keys_end = 0;
     for (int query = block * kC.queries(); query < min(p.seq, (block + 1) * kC.queries()); ++query) {
       const int2 bounds = bounds_of(p, query);
@@ -119,12 +126,16 @@ __device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const P
 // Producer: loads Q of each block and the tiles of keys. Run by one warp.
 template <class Element, Config kC>
 __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const Params& p, const CUtensorMap& q_map,
-                                     const CUtensorMap& k_map) {
+                                     const CUtensorMap& k_map, int blocks) {
   constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element), kSectorFloats = 8;
   const bool leader = threadIdx.x % 32 == 0;
+  RestGiver<kC.above> rest(shared.rest, p.above.tickets, shared.plan.rest);
+  const auto next_run = [&] {
+    return rest.next(blocks, [&](int block) { return range_of(p, block * kC.queries(), kC.queries()).units(); });
+  };
   Ring<kC.stages()> ring;
   uint32_t q_parity = 1;  // the first Q need not wait
-  walk(shared, p, [&](int block, const BlockRange&, int first_tile, int end_tile) {
+  walk(shared, p, next_run, [&](int block, const BlockRange&, int first_part, int end_part) {
     // Brings weights that the other warps will load soon into L1.
     for (int row = threadIdx.x % 32 * kSectorFloats; row < kC.rows(); row += 32 * kSectorFloats) {
       const int query = block * kC.queries() + row / kC.heads;
@@ -139,7 +150,7 @@ __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const P
       }
     }
     q_parity ^= 1;
-    for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
+    for (int tile = first_part / kTileParts; tile * kTileParts < end_part; ++tile, ring.advance()) {
       if (!leader) continue;
       wait(&shared.keys_empty[ring.slot], ring.parity ^ 1);
       arrive_and_expect(&shared.keys_full[ring.slot], sizeof(shared.keys[0]));
@@ -204,9 +215,11 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       return Nothing{};
     }
   }();
+  RestReader<kC.above> rest{shared.rest, shared.plan.rest.units > 0};
+  const auto next_run = [&] { return rest.next(); };
   Ring<kC.stages()> ring;
   uint32_t q_parity = 0;
-  walk(shared, p, [&](int block, const BlockRange& range, int first_tile, int end_tile) {
+  walk(shared, p, next_run, [&](int block, const BlockRange& range, int first_part, int end_part) {
     // With fewer passes than warpgroups, several warpgroups take turns at the parts of a tile.
     const int first_query = block * kQueries, queries = min(kQueries, p.seq - first_query);
     const int passes = (queries + kPassQueries - 1) / kPassQueries;
@@ -272,9 +285,11 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
       }
       if constexpr (kC.above && !kC.unrolls()) finder.hand_over_if_full(pass_query);
     };
-    for (int tile = first_tile; tile < end_tile; ++tile, ring.advance()) {
+    const int begin = first_part * kPartKeys, end = end_part * kPartKeys;
+    const int inside_begin = max(begin, range.common_begin), inside_end = min(end, range.common_end);
+    for (int tile = first_part / kTileParts; tile * kTileParts < end_part; ++tile, ring.advance()) {
       wait(&shared.keys_full[ring.slot], ring.parity);
-      if (queries == kQueries && tile * kTileKeys >= range.common_begin && (tile + 1) * kTileKeys <= range.common_end) {
+      if (queries == kQueries && tile * kTileKeys >= inside_begin && (tile + 1) * kTileKeys <= inside_end) {
         constexpr int kParts = kC.warpgroup_parts(), kTurns = kTileParts / kParts;
 #pragma unroll(kC.unrolls() ? kParts : 1)
         for (int i = 0; i < kParts; ++i) multiply_part(std::true_type{}, tile, kTurns > 1 ? i * kTurns + turn : i);
@@ -282,9 +297,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
 #pragma unroll 1
         for (int part = turn; part < kTileParts && turn < turns; part += turns) {
           const int first_key = tile * kTileKeys + part * kPartKeys;
-          if (first_key + kPartKeys > range.begin && first_key < range.end) {
-            multiply_part(std::false_type{}, tile, part);
-          }
+          if (first_key >= begin && first_key < end) multiply_part(std::false_type{}, tile, part);
         }
       }
       if (lane == 0) arrive(&shared.keys_empty[ring.slot]);
@@ -313,6 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(&shared.keys_full[i], 1);
       barrier_init(&shared.keys_empty[i], kMathThreads / 32);
     }
+    shared.rest.init(kMathThreads / 32);
     if constexpr (kAbove) {
       for (auto& finds : shared.finds) finds.init();
     }
@@ -332,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     shrink_registers<kFeederRegisters>();
     const int thread = threadIdx.x - kMathThreads;
     if (thread < 32) {
-      feed(shared, p, q_map, k_map);
+      feed(shared, p, q_map, k_map, blocks);
     } else if constexpr (kAbove) {
       collect<kC.pass_queries()>(shared.finds, p.above, thread - 32);
     } else if (p.clean) {

@@ -16,6 +16,7 @@ struct Above {
   unsigned* counts;       // [seq]: candidates of each row, with those that there is no place for
   Candidate* candidates;  // [seq, max], in any order
   int max;
+  unsigned* tickets;  // how many have been taken, see tickets.h; 0 at first
 };
 
 struct Params {

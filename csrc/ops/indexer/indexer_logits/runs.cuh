@@ -1,7 +1,10 @@
-// The work of a persistent CTA: an equal run of the units of all items, found on the device.
+// The work of persistent CTAs, shared out on the device: each has an equal run of the units of all items. A rest of the
+// units may be kept back for those that are done first.
 #pragma once
 
 #include <cstdint>
+
+#include "tickets.h"
 
 namespace dsa::indexer_logits {
 
@@ -14,11 +17,12 @@ struct Run {
 template <int kThreads>
 struct RunStorage {
   int64_t warp_units[kThreads / 32];
-  Run run;
+  Run run, rest;  // of this CTA; of all
 };
 
-// Finds this CTA's run of items that have units_of(item) units each. Called by all threads.
-template <int kThreads, class UnitsOf>
+// Finds this CTA's run of items that have units_of(item) units each, and the rest if any is kept back. Called by all
+// threads.
+template <bool kKeepsRest, int kThreads, class UnitsOf>
 __device__ __forceinline__ void find_run(RunStorage<kThreads>& shared, int items, UnitsOf units_of) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int thread_items = (items + kThreads - 1) / kThreads;
@@ -34,19 +38,23 @@ __device__ __forceinline__ void find_run(RunStorage<kThreads>& shared, int items
   }
   if (lane == 31) shared.warp_units[warp] = before;
   before -= mine;
-  if (threadIdx.x == 0) shared.run.units = 0;
+  if (threadIdx.x == 0) shared.run.units = shared.rest.units = 0;
   __syncthreads();
   int64_t all = 0;
   for (int w = 0; w < kThreads / 32; ++w) {
     if (w < warp) before += shared.warp_units[w];
     all += shared.warp_units[w];
   }
-  const int64_t run_begin = all * blockIdx.x / gridDim.x, run_end = all * (blockIdx.x + 1) / gridDim.x;
-  if (run_begin < run_end && before <= run_begin && run_begin < before + mine) {
+  const auto find = [&](Run& run, int64_t run_begin, int64_t run_end) {
+    if (run_begin >= run_end || run_begin < before || run_begin >= before + mine) return;
     int item = first;
-    for (int units; before + (units = units_of(item)) <= run_begin; ++item) before += units;
-    shared.run = {run_end - run_begin, item, static_cast<int>(run_begin - before)};
-  }
+    int64_t item_begin = before;
+    for (int units; item_begin + (units = units_of(item)) <= run_begin; ++item) item_begin += units;
+    run = {run_end - run_begin, item, static_cast<int>(run_begin - item_begin)};
+  };
+  const int64_t shared_out = all - (kKeepsRest ? rest_of(all, gridDim.x) : 0);
+  find(shared.run, shared_out * blockIdx.x / gridDim.x, shared_out * (blockIdx.x + 1) / gridDim.x);
+  find(shared.rest, shared_out, all);
   __syncthreads();
 }
 

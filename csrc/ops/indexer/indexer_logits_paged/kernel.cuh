@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   launch_dependents();
   wait_for_preceding_kernel();
-  indexer_logits::find_run(shared.plan, p.batch, [&](int sequence) { return extent_of(p, sequence).units(); });
+  indexer_logits::find_run<false>(shared.plan, p.batch, [&](int sequence) { return extent_of(p, sequence).units(); });
 
   if (threadIdx.x < kMathThreads) {
     multiply(shared, p, threadIdx.x);

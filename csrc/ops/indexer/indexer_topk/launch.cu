@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) bars_kernel(const __grid_constant__ 
   if (lane == 0) {
     p.bars[row] = bar;
     p.above.counts[row] = count;
-    if (row == 0) *p.any_left = 0;
+    if (row == 0) *p.any_left = 0, *p.above.tickets = 0;
   }
 }
 

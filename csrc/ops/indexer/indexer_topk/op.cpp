@@ -122,7 +122,7 @@ void select_above_bars(const indexer::Scoring& scoring, const Results& results, 
 
   const Results bests = empty_results(step, rank, call);  // of the sample
   const Tensor bars = empty({step}, ScalarType::Float, call.index), counts = empty({step}, ScalarType::Int, call.index);
-  const Tensor rest = empty({3 * step + 1}, ScalarType::Int, call.index);
+  const Tensor rest = empty({3 * step + 2}, ScalarType::Int, call.index);
   int* const rest_starts = static_cast<int*>(rest.data_ptr());
   int* const rest_ends = rest_starts + step;
   int* const rest_wanted = rest_ends + step;
@@ -132,6 +132,7 @@ void select_above_bars(const indexer::Scoring& scoring, const Results& results, 
       .counts = static_cast<unsigned*>(counts.data_ptr()),
       .candidates = static_cast<indexer_logits::Candidate*>(memory.data_ptr()),
       .max = static_cast<int>(places),
+      .tickets = reinterpret_cast<unsigned*>(any_left + 1),
   };
   const auto params_of = [&](const indexer::Scoring& keys, int64_t first, int64_t count, int64_t logits_stride) {
     indexer_logits::Params params = indexer::params_of(keys, first, count, memory, call);

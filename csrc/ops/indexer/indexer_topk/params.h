@@ -29,11 +29,11 @@ struct SplitParams {
 
 // The best of a row's sample give its bar and its first candidates.
 struct BarParams {
-  const int* indices;   // [rows, rank]: of the sample, -1 behind the last
-  const float* values;  // [rows, rank]
-  float* bars;          // -Inf if the sample has fewer
-  int* any_left;        // becomes 0
-  indexer_logits::Above above;
+  const int* indices;           // [rows, rank]: of the sample, -1 behind the last
+  const float* values;          // [rows, rank]
+  float* bars;                  // -Inf if the sample has fewer
+  int* any_left;                // becomes 0
+  indexer_logits::Above above;  // tickets become 0
   int rows, rank;
   int device;
 };

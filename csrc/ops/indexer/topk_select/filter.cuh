@@ -67,12 +67,15 @@ struct Filter {
   unsigned low = 0;  // no candidate's key is below it; 0 without a guess
 
   // Guesses a threshold that about topk of the row's `size` entries exceed, with a margin of three standard deviations.
+  // With fewer above it, the row is read twice: for a few rows, which are ready when the last one is, the margin is
+  // four.
   __device__ __forceinline__ void guess(const Sample<T, Shape>& sample, int size) {
     constexpr float kGroups = sample.kGroups;
     float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(size));
     for (int i = 0; i < sample.log_pieces; ++i) out *= out;  // the share of groups without an entry above
     const float expected = kGroups * (1 - out), variance = expected * out;
-    const float wanted = expected + 3 * variance * rsqrtf(fmaxf(variance, 1e-6f)) + 3;
+    constexpr float kMargin = Shape::kMayFormClusters ? 4 : 3;
+    const float wanted = expected + kMargin * variance * rsqrtf(fmaxf(variance, 1e-6f)) + 3;
     if (!(wanted < kGroups - 8)) return;
     const Piece best = sample.best();
     unsigned keys[kPiece], highest = 0;

@@ -45,11 +45,12 @@ __device__ __forceinline__ void send_sums(ColumnStorage<kStreams>& shared, const
     };
     float sum = sum_of_chunk(pieces_of(tile.x[chunk][stream]), pieces_of(tile.dh_in[chunk]));
     sum += __shfl_down_sync(~0u, sum, kTokens);
-    // Gates may come from CTAs that go on alone: dx takes the place of x only when all sum warps have read it too.
-    __syncwarp();
-    if (lane == 0) arrive(&shared.gates_full[ring.slot]);
     const int64_t row = (int64_t{run.tile(i)} * run.slices + run.slice) * kTokens + t;
     if (chunk == 0) send_message(p.sums + row * kStreams + stream, sum);
+    // Gates may come from CTAs that go on alone: dx takes the place of x only when all sum warps have read it too. That
+    // is certain only behind the message: ptxas moves an arrival in front of sums.
+    __syncwarp();
+    if (lane == 0) arrive(&shared.gates_full[ring.slot]);
   }
 }
 

@@ -44,15 +44,19 @@ __device__ __forceinline__ void take_weights(Weights<S> (&weights)[kChunks][S::k
   const int block = (first / S::kHalf * S::kStreams + stream) * S::kMixed * kSwizzleRowBytes;
   const float* g_gamma = p.gamma + int64_t{stream} * p.columns + work.first_chunk * kChunk + first + pair;
   const PhiPlaces<S, kChunks> places{work.chunks};
+  float2 gamma[kChunks][S::kSteps][2];
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+    for (int i = 0; i < 2 * S::kSteps; ++i) {
+      gamma[chunk][i / 2][i % 2] =
+          p.gamma == nullptr ? float2{1.f, 1.f}
+                             : load_and_prefetch_256(g_gamma + max(0, min(chunk, work.chunks - 1)) * kChunk + i * 8);
+    }
+  }
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     if (chunk >= work.chunks) break;
-    float2 gamma[S::kSteps][2];
-#pragma unroll
-    for (int i = 0; i < 2 * S::kSteps; ++i) {
-      gamma[i / 2][i % 2] =
-          p.gamma == nullptr ? float2{1.f, 1.f} : load_and_prefetch_256(g_gamma + chunk * kChunk + i * 8);
-    }
     const int place = places.of(chunk);
     wait(&shared.phi_full[place], places.parity(chunk));
     const char* const rows = reinterpret_cast<const char*>(shared.phi(place)) + block;
@@ -65,7 +69,7 @@ __device__ __forceinline__ void take_weights(Weights<S> (&weights)[kChunks][S::k
           const int column = first % S::kHalf + step * 16 + i * 8 + pair;
           float2 phi = *reinterpret_cast<const float2*>(rows + group * 8 * kSwizzleRowBytes +
                                                         swizzled_offset(row, column / 4) + column % 4 * sizeof(float));
-          phi.x *= gamma[step][i].x, phi.y *= gamma[step][i].y;
+          phi.x *= gamma[chunk][step][i].x, phi.y *= gamma[chunk][step][i].y;
           const uint32_t high = pack_bf16(phi.x, phi.y);
           const float2 rounded = unpack_bf16(high);
           weights[chunk][step].high[group][i] = high;
