@@ -108,8 +108,11 @@ PYBIND11_MODULE(host_functions, m) {
         }
         return py::make_tuple(py::make_tuple(plan.capacity, plan.buffers, kPairBytes), sizes, order);
       });
-  m.def_submodule("listed_keys").def("threads", [](int columns, int heads) {
-    return dsa::listed_keys::Config{columns, heads}.threads();
+  auto listed_keys = m.def_submodule("listed_keys");
+  listed_keys.def("threads", [](int columns, int heads) { return dsa::listed_keys::Config{columns, heads}.threads(); });
+  listed_keys.def("plan_rounds", [](int queries, int tiles, int num_sms, bool divisible) {  // (whole, pieces, items)
+    const auto rounds = dsa::listed_keys::plan_rounds(queries, tiles, num_sms, divisible);
+    return py::make_tuple(rounds.whole, rounds.pieces, rounds.items(queries));
   });
   auto indexer_bwd = m.def_submodule("indexer_bwd");
   indexer_bwd.attr("threads") = dsa::indexer_bwd::kThreads;

@@ -301,6 +301,23 @@ def test_plan_row_fills_the_chip(host_functions: ModuleType) -> None:
     assert plan(1, 1000) == plan(1, 0) == (1, True)
 
 
+@given(queries=st.integers(0, 5000), tiles=st.integers(1, 100), num_sms=st.integers(1, 140), divisible=st.booleans())
+def test_rounds(host_functions: ModuleType, queries: int, tiles: int, num_sms: int, divisible: bool) -> None:
+    """All rounds of CTAs but the last have whole queries; the last one has no more pieces than CTAs, or than tiles."""
+    whole, pieces, items = host_functions.listed_keys.plan_rounds(queries, tiles, num_sms, divisible)
+    assert 1 <= pieces <= tiles
+    assert items == whole + (queries - whole) * pieces
+    if pieces == 1:
+        assert items == queries
+    else:
+        assert divisible
+        assert whole == queries // num_sms * num_sms
+        assert items - whole <= num_sms
+    rest = queries % num_sms
+    if divisible and tiles > 1 and 0 < rest <= num_sms // 2:
+        assert pieces > 1
+
+
 @given(units=st.one_of(st.integers(0, 2000), st.integers(0, 2**40)), ctas=st.integers(1, 140))
 def test_tickets(host_functions: ModuleType, units: int, ctas: int) -> None:
     """Each unit of the rest once, in order; a later ticket is not larger, but for the last unit."""

@@ -1,5 +1,6 @@
 """The kernel of indexer_scores against the reference in float64 on the same GPU, and its other promises."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -100,6 +101,20 @@ def test_repeats_are_bitwise_equal() -> None:
     first = OP(inputs.q, inputs.k, inputs.weights, indices)
     for _ in range(25):
         assert torch.equal(OP(inputs.q, inputs.k, inputs.weights, indices), first)
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_a_query_does_not_depend_on_its_company(heads: int) -> None:
+    """Nor on whether several CTAs share its keys: with 400 queries and 132 SMs, the last four are divided."""
+    inputs = make_gpu(400, 5000, heads)
+    indices = make_indices(400, 5000, 2047)
+    whole = OP(inputs.q, inputs.k, inputs.weights, indices)
+    for ends in ((0, 200, 400), (0, 1, 3, 68, 400)):
+        parts = [
+            OP(inputs.q[first:end], inputs.k, inputs.weights[first:end], indices[first:end])
+            for first, end in itertools.pairwise(ends)
+        ]
+        assert torch.equal(whole, torch.cat(parts))
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (3, 0, 4), (3, 5, 0)], ids=str)

@@ -1,5 +1,6 @@
 """The kernel of attn_dist against the reference in float64 on the same GPU, and its other promises."""
 
+import itertools
 import math
 from typing import Any
 
@@ -127,15 +128,22 @@ def test_repeats_are_bitwise_equal(heads: int, normalize: bool) -> None:
         assert torch.equal(OP(inputs.q, inputs.kv, inputs.indices, lse, causal=False, normalize=normalize), first)
 
 
-def test_a_query_does_not_depend_on_its_company() -> None:
-    inputs = make_gpu(seq=400, s_kv=1000, heads=128, topk=256)
-    lse = lse_of(inputs.q, inputs.kv, inputs.indices, causal=False)
-    args = inputs.q, inputs.indices, lse
-    whole, *halves = (
-        OP(*(t[:, run] for t in args[:1]), inputs.kv, *(t[:, run] for t in args[1:]), causal=False, normalize=True)
-        for run in (slice(400), slice(200), slice(200, 400))
-    )
-    assert torch.equal(whole, torch.cat(halves, dim=1))
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_query_does_not_depend_on_its_company(normalize: bool) -> None:
+    """Nor on whether several CTAs share its keys: with 400 queries and 132 SMs, the last four are divided."""
+    inputs = make_gpu(seq=400, s_kv=1000, heads=128, topk=300)
+    lengths = torch.randint(0, 301, (1, 400), dtype=torch.int32, device=DEVICE)
+    lse = lse_of(inputs.q, inputs.kv, inputs.indices, causal=False, topk_length=lengths)
+
+    def dist(first: int, end: int) -> Tensor:
+        q, ids, lse_of_run, lengths_of_run = (t[:, first:end] for t in (inputs.q, inputs.indices, lse, lengths))
+        options = {"causal": False, "topk_length": lengths_of_run, "normalize": normalize}
+        result: Tensor = OP(q, inputs.kv, ids, lse_of_run, **options)
+        return result
+
+    whole = dist(0, 400)
+    for ends in ((0, 200, 400), (0, 1, 3, 68, 400)):
+        assert torch.equal(whole, torch.cat([dist(*run) for run in itertools.pairwise(ends)], dim=1))
 
 
 def test_side_stream() -> None:

@@ -40,4 +40,19 @@ struct Config {
   constexpr int visible_slots() const { return slots() / parts() + 2; }
 };
 
+// How CTAs that walk over queries share them: `whole` ones, then `pieces` of each later one, which share its tiles. The
+// CTAs of the last round, or of the only one, would otherwise have a query each while others have none.
+struct Rounds {
+  int whole, pieces;
+
+  constexpr int items(int queries) const { return whole + (queries - whole) * pieces; }
+};
+
+// `tiles`: of a query, at most. Queries that cannot be divided have one piece.
+constexpr Rounds plan_rounds(int queries, int tiles, int num_sms, bool divisible) {
+  const int rest = queries % num_sms;
+  if (rest == 0 || !divisible) return {queries, 1};
+  return {queries - rest, std::max(1, std::min(tiles, num_sms / rest))};
+}
+
 }  // namespace dsa::listed_keys

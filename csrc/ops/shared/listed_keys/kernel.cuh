@@ -11,10 +11,11 @@
 //                                    first of them: Q of an item               q_empty         q_full (by TMA)
 //                                    kHidden in the slots after the last tile
 //
-// A CTA walks over queries (persistent kernel). Tiles of 64 keys pass through a ring buffer in parts of some columns,
-// so that a stage is released as soon as its part has been multiplied. Heads are the N dimension of S^T = K Q^T, so
-// that a thread holds two keys for a quarter of all heads: while one score warpgroup takes exponentials and adds them
-// up, the other multiplies. Registers: 160 and 96 with two gather warpgroups, 200 and 88 with one.
+// A CTA walks over queries (persistent kernel); in the last round, over pieces of them. Tiles of 64 keys pass through a
+// ring buffer in parts of some columns, so that a stage is released as soon as its part has been multiplied. Heads are
+// the N dimension of S^T = K Q^T, so that a thread holds two keys for a quarter of all heads: while one score warpgroup
+// takes exponentials and adds them up, the other multiplies. Registers: 160 and 96 with two gather warpgroups, 200 and
+// 88 with one.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -35,6 +36,10 @@ namespace dsa::listed_keys {
 using namespace dsa::tiles;
 
 static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == tiles::kChunkColumns);
+
+struct KernelParams : Params {
+  Rounds rounds;
+};
 
 // exp(scale * score - lse): the attention probability of a key.
 struct Attention {
@@ -80,21 +85,29 @@ struct SharedStorage {
   uint64_t others_written[2];  // double-buffered by item
 };
 
-// The heads of one query and group.
+// The heads of one query and group, with all tiles or a piece of them.
 struct Item {
   int group, s, b;
   int slots;  // leading slots in use
   VisibleIds ids;
-  int tiles;  // at least one, perhaps without a visible key
+  int first, tiles;  // at least one tile, perhaps without a visible key, perhaps the same as of the next piece
+  int first_unused;  // slots from here on are behind the last tile; of the last piece
 
-  __device__ __forceinline__ Item(const Params& p, int index) {
+  __device__ __forceinline__ Item(const KernelParams& p, int index) {
+    const int later = index - p.rounds.whole;
+    const int pieces = later < 0 ? 1 : p.rounds.pieces, piece = later < 0 ? 0 : later % pieces;
+    if (later >= 0) index = p.rounds.whole + later / pieces;
     group = index % p.groups;
     index /= p.groups;
     s = index % p.seq_q;
     b = index / p.seq_q;
     slots = used_slots(p, b, s);
     ids = visible_ids(p, b, s);
-    tiles = ids.any() && slots > 0 ? (slots + kTileKeys - 1) / kTileKeys : 1;
+    const int all_tiles = ids.any() && slots > 0 ? (slots + kTileKeys - 1) / kTileKeys : 1;
+    const int share = all_tiles / pieces, more = all_tiles % pieces;
+    first = min(share * piece + min(piece, more), all_tiles - 1);
+    tiles = max(1, share + (piece < more));
+    first_unused = piece == pieces - 1 ? all_tiles * kTileKeys : p.topk;
   }
   // The result row of head block `block`.
   __device__ __forceinline__ float* row(const Params& p, int block) const {
@@ -103,7 +116,7 @@ struct Item {
   }
 };
 
-__device__ __forceinline__ int items(const Params& p) { return p.batch * p.seq_q * p.groups; }
+__device__ __forceinline__ int items(const KernelParams& p) { return p.rounds.items(p.batch * p.seq_q * p.groups); }
 __device__ __forceinline__ int rows_of_item(const Params& p) {
   return p.per_head_block ? (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads : 1;
 }
@@ -115,8 +128,8 @@ struct Slots {
 
   __device__ __forceinline__ Slots(const Params& p, const Item& item, int first_tile, int thread)
       : g_ids(p.indices + item.b * p.indices_stride_b + item.s * p.indices_stride_s + item.group * p.indices_stride_g +
-              first_tile * kTileKeys + gather_row(thread)),
-        left(item.slots - first_tile * kTileKeys - gather_row(thread)) {}
+              (item.first + first_tile) * kTileKeys + gather_row(thread)),
+        left(item.slots - (item.first + first_tile) * kTileKeys - gather_row(thread)) {}
 
   // The ids of a tile. The next are those of the tile kStep further.
   template <int kStep>
@@ -133,7 +146,7 @@ struct Slots {
 // Producer: loads Q and keys, and fills the slots after the last tile. Run by each gather warpgroup, with its number in
 // `warpgroup`. The first ids of an item are loaded with the last tile of the item before.
 template <Config kC, class Function>
-__device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& p, const CUtensorMap& q_map,
+__device__ __forceinline__ void gather(SharedStorage<kC>& shared, const KernelParams& p, const CUtensorMap& q_map,
                                        int warpgroup, int thread) {
   constexpr int kGatherers = kC.gather_warpgroups(), kParts = kC.parts();
   static_assert(kC.slots() % (kGatherers * kParts) == 0 || kGatherers == 1, "slots change hands");
@@ -154,7 +167,7 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const Params& 
     const Slots next_slots(p, next, next_first_tile, thread);
     for (int block = 0; block < rows_of_item(p); ++block) {
       float* g_row = item.row(p, block);
-      for (int slot = item.tiles * kTileKeys + warpgroup * kWarpgroupThreads + thread; slot < p.topk;
+      for (int slot = item.first_unused + warpgroup * kWarpgroupThreads + thread; slot < p.topk;
            slot += kGatherers * kWarpgroupThreads) {
         g_row[slot] = Function::kHidden;
       }
@@ -271,7 +284,7 @@ __device__ __forceinline__ void divide_row(SharedStorage<kC>& shared, const Para
 
 // Consumer: scores every other tile and writes the sums. Run by each score warpgroup, with its number in `warpgroup`.
 template <Config kC, class Function>
-__device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p, int warpgroup, int thread) {
+__device__ __forceinline__ void score(SharedStorage<kC>& shared, const KernelParams& p, int warpgroup, int thread) {
   using namespace cute;
   constexpr int kParts = kC.parts(), kSteps = kC.slot_chunks() * kChunkColumns / 16,
                 kBlocks = kC.heads > kBlockHeads ? 2 : 1;
@@ -345,7 +358,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
 
       float sums[kBlocks][2] = {};
       add_heads<kC>(r_s, function, head_factors, group_heads, p.per_head_block, lane, sums);
-      const int slot = tile * kTileKeys + warp * 16 + warp_key;
+      const int slot = (item.first + tile) * kTileKeys + warp * 16 + warp_key;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         if (block >= rows_of_item(p)) break;
@@ -374,7 +387,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
 
 template <int kKeyColumns, int kHeads, class Function>
 __global__ void __launch_bounds__(Config{kKeyColumns, kHeads}.threads(), 1)
-    listed_keys_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
+    listed_keys_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map) {
   constexpr Config kC{kKeyColumns, kHeads};
   extern __shared__ __align__(1024) char shared_bytes_[];
   SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);

@@ -10,8 +10,11 @@
 namespace dsa::listed_keys {
 
 template <int kKeyColumns, int kHeads, class Function>
-const char* launch_instance(const Params& p, cudaStream_t stream) {
+const char* launch_instance(const Params& params, cudaStream_t stream) {
   constexpr Config kC{kKeyColumns, kHeads};
+  const int queries = params.batch * params.seq_q * params.groups, tiles = (params.topk - 1) / kTileKeys + 1;
+  // A row is divided by the sum over all its tiles.
+  const KernelParams p{params, plan_rounds(queries, tiles, params.num_sms, !params.normalize)};
   const int group_heads = p.heads / p.groups;
   CUtensorMap q_map;
   if (!encode_head_tensor(&q_map,
@@ -22,7 +25,7 @@ const char* launch_instance(const Params& p, cudaStream_t stream) {
   }
   constexpr int kBytes = sizeof(SharedStorage<kC>);
   static_assert(kBytes <= 227 * 1024);
-  const int ctas = std::min(p.batch * p.seq_q * p.groups, p.num_sms);
+  const int ctas = std::min(p.rounds.items(queries), p.num_sms);
   return launch_kernel<listed_keys_kernel<kKeyColumns, kHeads, Function>>(p.device, unsigned(ctas), kC.threads(),
                                                                           kBytes, stream, p, q_map);
 }
