@@ -120,7 +120,7 @@ def topk_specs() -> Iterator[Scoring]:
     for heads in (64, 32):
         for s_kv in (32768, 131072):
             yield Scoring("4096 queries", f"h{heads}_skv{s_kv}", heads, s_kv, has_peer=True)
-    for seq, s_kv in ((1, 131072), (64, 131072), (64, 1048576)):
+    for seq, s_kv in ((1, 131072), (32, 131072), (64, 131072), (64, 1048576)):
         yield Scoring("Few queries", f"h64_skv{s_kv}_s{seq}", 64, s_kv, seq=seq)
     for s_kv in (32768, 65536, 262144):
         yield Scoring("bf16, 32768 queries", f"h32_skv{s_kv}_bf16", 32, s_kv, seq=32768, dtype=BF16)
