@@ -331,12 +331,12 @@ def test_tickets(host_functions: ModuleType, units: int, ctas: int) -> None:
     assert max(sizes[-ctas:]) <= units / ctas / 4 + 2, "some CTA would end long before this one"
 
 
-@given(units=st.integers(0, 2**40), ctas=st.integers(1, 140))
-def test_rest(host_functions: ModuleType, units: int, ctas: int) -> None:
-    """A small part is kept back, or nothing where a ticket would be few units."""
-    rest = host_functions.indexer_logits.rest_of(units, ctas)
+@given(units=st.integers(0, 2**40), items=st.integers(0, 2**20), ctas=st.integers(1, 140))
+def test_rest(host_functions: ModuleType, units: int, items: int, ctas: int) -> None:
+    """A small part is kept back, or nothing where a ticket would be few units, or would begin after many items."""
+    rest = host_functions.indexer_logits.rest_of(units, items, ctas)
     if rest == 0:
-        assert units < 1025 * ctas
+        assert units < max(1025 * ctas, 256 * items)
     else:
         assert rest == units // 16
         assert min(end - begin for begin, end in host_functions.indexer_logits.tickets(rest, ctas)) >= 16

@@ -133,26 +133,40 @@ def test_selection_above_bars_among_more_keys(dtype: torch.dtype, seq: int, s_kv
         check_selected(selected(bounded, topk), composed(bounded, topk))
 
 
-# Enough units of work, parts of 64 keys for each block of queries, that a rest is kept for CTAs that are done first.
+def rest_of(host_functions: ModuleType, inputs: IndexerInputs) -> int:
+    """The units of work that are kept for CTAs that are done first: 4 for each block of queries, and its parts of 64
+    keys that are not in the sample."""
+    rows = min(512, 65536 // inputs.q[0, 0].nbytes)
+    begins, ends = (bounds.clamp(0, len(inputs.k)) for bounds in (inputs.ks, inputs.ke))
+    units = blocks = 0
+    for run in zip(*(bounds.split(rows // inputs.q.size(1)) for bounds in (begins, ends)), strict=True):
+        seen = run[0] < run[1]
+        begin, end = (int(x) for x in (run[0][seen].amin(), run[1][seen].amax()))
+        begin, end = (x - (x + 16) // 17 for x in (begin, end))
+        units += 4 + (end - 1) // 64 + 1 - begin // 64
+        blocks += 1
+    rest: int = host_functions.indexer_logits.rest_of(units, blocks, 132)
+    return rest
+
+
 @every_kernel
 def test_selection_above_bars_with_a_rest(dtype: torch.dtype, heads: int, dim: int, host_functions: ModuleType) -> None:
-    inputs = make_gpu(2301, 131073, heads, dim, dtype)
-    queries_of_block = min(512, 65536 // inputs.q[0, 0].nbytes) // heads
-    ctas = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    units = 2301 // queries_of_block * (131073 * 16 // 17 // 64)
-    assert heads < 16 or host_functions.indexer_logits.rest_of(units, ctas) > 0
+    inputs = make_gpu(2601, 131073, heads, dim, dtype)
     for kind in ("whole", "random"):
         bounded = poisoned(with_bounds(inputs, kind))
+        assert heads < 16 or rest_of(host_functions, bounded) > 0
         expected = composed(bounded, 2048)
         for _ in range(2):
             check_selected(selected(bounded, 2048), expected)
 
 
 @pytest.mark.gpu_memory(9)
-def test_selection_above_bars_in_runs() -> None:
-    inputs = with_bounds(make_gpu(8200, 100_000, 16, dim=64), "whole")
+def test_selection_above_bars_in_runs(host_functions: ModuleType) -> None:
+    """Two runs, both with a rest for CTAs that are done first."""
+    inputs = with_bounds(make_gpu(10_500, 100_000, 16, dim=64), "whole")
+    assert rest_of(host_functions, queries(inputs, slice(7360, 10_500))) > 0
     indices, values = selected(inputs, 2048)
-    for run in (slice(0, 1000), slice(7500, 8200)):
+    for run in (slice(0, 1000), slice(7300, 8300), slice(9500, 10_500)):
         check_selected((indices[run], values[run]), composed(queries(inputs, run), 2048))
 
 

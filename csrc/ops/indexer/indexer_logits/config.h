@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "tickets.h"
+
 namespace dsa::indexer_logits {
 
 inline constexpr int kMathWarpgroups = 4;
@@ -10,7 +12,8 @@ inline constexpr int kMathThreads = kMathWarpgroups * 128, kThreads = kMathThrea
 inline constexpr int kSpareThreads = 96;  // that neither multiply nor feed
 inline constexpr int kPartKeys = 64, kTileParts = 4, kTileKeys = kTileParts * kPartKeys;
 inline constexpr int kStartUnits = kTileParts;  // the start of a block takes as long as so many parts
-inline constexpr int kPassRows = 128;           // rows of Q per product; a row is a head of a query
+static_assert((kFewestRestUnits >> kRestRounds) > kStartUnits, "tickets of which nothing is computed");
+inline constexpr int kPassRows = 128;  // rows of Q per product; a row is a head of a query
 inline constexpr int kMathRegisters = 112, kFeederRegisters = 32;
 
 // One shape of the kernel: `row_bytes` is the size of a head or a key.

@@ -7,7 +7,7 @@
 //                                         their weighted sums over heads, logits   keys_full
 //   feed      warp 16          32         loads Q of a block of queries            q_empty     q_full (by TMA)
 //                                         loads tiles of keys                      keys_empty  keys_full (by TMA)
-//   clean     warps 17-19      32         writes -inf where no tile is visited
+//   clean     warps 17-19      32         writes -inf where no part is visited
 //   collect   the same         32         moves logits above the bar to lists            full        empty
 //
 // A block of queries, whose heads are the rows of Q in shared memory, is multiplied with tiles of keys. The parts of

@@ -7,7 +7,8 @@
 
 namespace dsa::indexer_logits {
 
-// Two runs of the rest in turn; a run without units is the end.
+// Two runs of the rest in turn; a run without units is the end. The units of a block's start alone are no run: all
+// warps meet in the run that a ticket is.
 struct RestRuns {
   Run runs[2];
   uint64_t full[2], empty[2];  // barriers

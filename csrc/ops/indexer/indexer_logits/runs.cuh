@@ -17,7 +17,8 @@ struct Run {
 template <int kThreads>
 struct RunStorage {
   int64_t warp_units[kThreads / 32];
-  Run run, rest;  // of this CTA; of all
+  Run run;   // of this CTA
+  Run rest;  // for all CTAs
 };
 
 // Finds this CTA's run of items that have units_of(item) units each, and the rest if any is kept back. Called by all
@@ -52,7 +53,7 @@ __device__ __forceinline__ void find_run(RunStorage<kThreads>& shared, int items
     for (int units; item_begin + (units = units_of(item)) <= run_begin; ++item) item_begin += units;
     run = {run_end - run_begin, item, static_cast<int>(run_begin - item_begin)};
   };
-  const int64_t shared_out = all - (kKeepsRest ? rest_of(all, gridDim.x) : 0);
+  const int64_t shared_out = all - (kKeepsRest ? rest_of(all, items, gridDim.x) : 0);
   find(shared.run, shared_out * blockIdx.x / gridDim.x, shared_out * (blockIdx.x + 1) / gridDim.x);
   find(shared.rest, shared_out, all);
   __syncthreads();

@@ -1,5 +1,5 @@
 // CTAs differ in speed by a few percent. So long calls keep back a rest of their work, see runs.cuh, of which CTAs that
-// are done with their share take tickets.
+// are done with their share take tickets. No result depends on which CTA takes which.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,14 @@ struct Ticket {
   int64_t begin, end;
 };
 
-// The rest of a call of `units` units. The start of a run costs several units, so few are not worth it.
-inline constexpr int kRestShare = 16, kFewestRestUnits = 64;  // one part of so many; for each CTA
-constexpr int64_t rest_of(int64_t units, unsigned ctas) {
+// The rest of a call of `units` units in `items` items: one part of kRestShare, or nothing where that is less than
+// kFewestRestUnits a CTA, because the start of a run costs several, or where items are short, because the one in which
+// a ticket begins is searched for.
+inline constexpr int kRestShare = 16, kFewestRestUnits = 64, kFewestItemUnits = 256;
+constexpr int64_t rest_of(int64_t units, int items, unsigned ctas) {
   const int64_t rest = units / kRestShare;
-  return rest >= int64_t{kFewestRestUnits} * ctas ? rest : 0;
+  const bool is_worth_it = rest >= int64_t{kFewestRestUnits} * ctas && units >= int64_t{kFewestItemUnits} * items;
+  return is_worth_it ? rest : 0;
 }
 
 // The rest is given away in rounds of a ticket for each CTA: in each but the last, half of what is left.

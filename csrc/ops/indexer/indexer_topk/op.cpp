@@ -126,7 +126,7 @@ void select_above_bars(const indexer::Scoring& scoring, const Results& results, 
   int* const rest_starts = static_cast<int*>(rest.data_ptr());
   int* const rest_ends = rest_starts + step;
   int* const rest_wanted = rest_ends + step;
-  int* const any_left = rest_wanted + step;
+  int* const any_left = rest_wanted + step;  // and behind it, the tickets that have been taken
   const indexer_logits::Above above{
       .bars = static_cast<const float*>(bars.data_ptr()),
       .counts = static_cast<unsigned*>(counts.data_ptr()),

@@ -67,8 +67,7 @@ struct Filter {
   unsigned low = 0;  // no candidate's key is below it; 0 without a guess
 
   // Guesses a threshold that about topk of the row's `size` entries exceed, with a margin of three standard deviations.
-  // With fewer above it, the row is read twice: for a few rows, which are ready when the last one is, the margin is
-  // four.
+  // With fewer above it, the row is read twice: the margin is four where a call waits for its slowest row (few rows).
   __device__ __forceinline__ void guess(const Sample<T, Shape>& sample, int size) {
     constexpr float kGroups = sample.kGroups;
     float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(size));

@@ -49,9 +49,9 @@ __device__ __forceinline__ void take_weights(Weights<S> (&weights)[kChunks][S::k
   for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
     for (int i = 0; i < 2 * S::kSteps; ++i) {
-      gamma[chunk][i / 2][i % 2] =
-          p.gamma == nullptr ? float2{1.f, 1.f}
-                             : load_and_prefetch_256(g_gamma + max(0, min(chunk, work.chunks - 1)) * kChunk + i * 8);
+      gamma[chunk][i / 2][i % 2] = p.gamma == nullptr
+                                       ? float2{1.f, 1.f}
+                                       : load_and_prefetch_256(g_gamma + min(chunk, work.chunks - 1) * kChunk + i * 8);
     }
   }
 #pragma unroll

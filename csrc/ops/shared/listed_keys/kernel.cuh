@@ -94,9 +94,11 @@ struct Item {
   int first_unused;  // slots from here on are behind the last tile; of the last piece
 
   __device__ __forceinline__ Item(const KernelParams& p, int index) {
-    const int later = index - p.rounds.whole;
-    const int pieces = later < 0 ? 1 : p.rounds.pieces, piece = later < 0 ? 0 : later % pieces;
-    if (later >= 0) index = p.rounds.whole + later / pieces;
+    int piece = 0, pieces = 1;
+    if (const int later = index - p.rounds.whole; later >= 0) {
+      pieces = p.rounds.pieces;
+      piece = later % pieces, index = p.rounds.whole + later / pieces;
+    }
     group = index % p.groups;
     index /= p.groups;
     s = index % p.seq_q;
@@ -104,9 +106,12 @@ struct Item {
     slots = used_slots(p, b, s);
     ids = visible_ids(p, b, s);
     const int all_tiles = ids.any() && slots > 0 ? (slots + kTileKeys - 1) / kTileKeys : 1;
-    const int share = all_tiles / pieces, more = all_tiles % pieces;
-    first = min(share * piece + min(piece, more), all_tiles - 1);
-    tiles = max(1, share + (piece < more));
+    first = 0, tiles = all_tiles;
+    if (pieces > 1) {
+      const int share = all_tiles / pieces, more = all_tiles % pieces;
+      first = min(share * piece + min(piece, more), all_tiles - 1);
+      tiles = max(1, share + (piece < more));
+    }
     first_unused = piece == pieces - 1 ? all_tiles * kTileKeys : p.topk;
   }
   // The result row of head block `block`.
@@ -254,7 +259,8 @@ __device__ __forceinline__ void load_head_factors(const Params& p, const Item& i
 }
 
 // Divides a row by the sum over all its tiles; the gatherers write zeros to the slots after those. The warpgroup that
-// had the last tile does, after the other has written its part.
+// had the last tile does, after the other has written its part. It adds first what the one with the first tile has, so
+// that the sum does not depend on the rows before.
 template <Config kC>
 __device__ __forceinline__ void divide_row(SharedStorage<kC>& shared, const Params& p, const Item& item, float row_sum,
                                            uint32_t item_count, int tiles_before, int warpgroup, int thread) {
@@ -272,8 +278,9 @@ __device__ __forceinline__ void divide_row(SharedStorage<kC>& shared, const Para
       sync_warpgroup<2>();
     }
     float sum = 0.f;
-    for (const auto& warp_sums : shared.sums[item_count % 2]) {
-      for (float warp_sum : warp_sums) sum += warp_sum;
+    for (int i = 0; i < kScoreWarpgroups; ++i) {
+      const int added = (tiles_before - item.tiles + i) % kScoreWarpgroups;
+      for (float warp_sum : shared.sums[item_count % 2][added]) sum += warp_sum;
     }
     sum = fmaxf(sum, 1e-10f);
     float* g_row = item.row(p, 0);
