@@ -140,11 +140,13 @@ def rest_of(host_functions: ModuleType, inputs: IndexerInputs) -> int:
     begins, ends = (bounds.clamp(0, len(inputs.k)) for bounds in (inputs.ks, inputs.ke))
     units = blocks = 0
     for run in zip(*(bounds.split(rows // inputs.q.size(1)) for bounds in (begins, ends)), strict=True):
+        blocks += 1
         seen = run[0] < run[1]
+        if not seen.any():
+            continue
         begin, end = (int(x) for x in (run[0][seen].amin(), run[1][seen].amax()))
         begin, end = (x - (x + 16) // 17 for x in (begin, end))
         units += 4 + (end - 1) // 64 + 1 - begin // 64
-        blocks += 1
     rest: int = host_functions.indexer_logits.rest_of(units, blocks, 132)
     return rest
 
