@@ -316,3 +316,62 @@ def test_queries_stay_in_registers() -> None:
         for line in lines[products[0] : products[-1]]:
             written = re.search(r"\*/\s+(?:@!?U?P\d+ )?(?!ST|HGMMA)[A-Z0-9_.]+ R(\d+)", line)
             assert not written or int(written[1]) not in queries, line
+
+
+#: Kernels with an arrival during loads of shared memory, which do not read what the arrival lets others overwrite.
+READS_BESIDE_ARRIVALS = {
+    "sparse_mla_fwd_kernel": "the visible keys of the tile after; the tiles of an item, which has two places in turn",
+    "sparse_mla_decode_wide_kernel": "the numbers of a tile's keys, while P of the tile before is handed over",
+    "block_sparse_attn_fwd_kernelILi64": "Q, while the tile of the output before is freed",
+    "fp8_gemm_kernelILi8": "scales: their loads are issued before a product that the arrival waits for",
+}
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+([^;]*?)\s*;\s+/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/")
+
+
+def arrivals_during_reads(kernel: str) -> list[str]:
+    """Arrivals on barriers that do not wait for loads of shared memory before them, although others may overwrite what
+    is read as soon as all have arrived. ptxas makes such code: a shuffle of the loaded value does not stop it, a fence
+    in front of the arrival does. Of an instruction's 128 bits, bits 110 to 112 are the scoreboard that it sets when it
+    is done (7: none), and bits 116 to 121 say which ones it waits for."""
+    found, loading = [], set[int]()
+    for text, upper_half in INSTRUCTION.findall(kernel):
+        control = int(upper_half, 16) >> 110 - 64
+        sets, waits_for = control & 7, control >> 116 - 110 & 63
+        opcode = re.sub(r"^@!?U?P\w+\s+", "", text).split()[0]
+        loading = {scoreboard for scoreboard in loading if not waits_for >> scoreboard & 1}
+        if opcode == "SYNCS.ARRIVE.TRANS64.A1T0" and loading:
+            found.append(text)
+        if opcode.startswith("LDS") and sets != 7:
+            loading.add(sets)
+        if opcode.startswith("MEMBAR") or (not text.startswith("@") and opcode in ("BRA", "EXIT", "RET.REL.NODEC")):
+            loading.clear()
+    return found
+
+
+def test_how_arrivals_during_reads_are_found() -> None:
+    lines = {  # text, lower half and upper half
+        "load": ("LDS R19, [R6+0x28400]", 0x0284000006137984, 0x000E620000000800),
+        "use": ("SEL R6, RZ, 0x1, !P0", 0x00000001FF067807, 0x002FD00004000000),
+        "other use": ("SHF.L.U32 R7, R7, 0x1f, RZ", 0x0000001F07077819, 0x000FC800000006FF),
+        "arrive": ("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R10+URZ+0x294f0], RZ", 0x0294F0FF0AFF79A7, 0x0005E2000810003F),
+        "fence": ("MEMBAR.ALL.CTA", 0x0000000000007992, 0x000FEC0000002000),
+    }
+
+    def found(*names: str) -> int:
+        format_of = "/*0000*/ {} ; /* 0x{:016x} */\n/* 0x{:016x} */"
+        return len(arrivals_during_reads("\n".join(format_of.format(*lines[name]) for name in names)))
+
+    assert found("load", "arrive") == found("load", "other use", "arrive", "arrive") - 1 == 1
+    assert found("load", "use", "arrive") == found("load", "fence", "arrive") == found("arrive", "load") == 0
+
+
+@needs_library
+def test_arrivals_wait_for_reads() -> None:
+    """Otherwise this is a race, which shows in results rarely if ever."""
+    arrivals = 0
+    for kernel in machine_code():
+        name = kernel.split("\n", 1)[0]
+        arrivals += kernel.count("SYNCS.ARRIVE.TRANS64.A1T0")
+        if not any(known in name for known in READS_BESIDE_ARRIVALS):
+            assert not arrivals_during_reads(kernel), name
+    assert arrivals > 1000

@@ -21,6 +21,7 @@
 #include <cutlass/cutlass.h>
 
 #include "config.h"
+#include "items.cuh"
 #include "params.h"
 #include "sm90/math.cuh"
 #include "sm90/mbarrier.cuh"
@@ -36,10 +37,6 @@ namespace dsa::listed_keys {
 using namespace dsa::tiles;
 
 static_assert(kTileKeys == kTileRows && kGatherRows == kTileRows && kChunkColumns == tiles::kChunkColumns);
-
-struct KernelParams : Params {
-  Rounds rounds;
-};
 
 // exp(scale * score - lse): the attention probability of a key.
 struct Attention {
@@ -83,69 +80,6 @@ struct SharedStorage {
   uint64_t full[kC.slots()], empty[kC.slots()];
   uint64_t visible_full[kC.visible_slots()];
   uint64_t others_written[2];  // double-buffered by item
-};
-
-// The heads of one query and group, with all tiles or a piece of them.
-struct Item {
-  int group, s, b;
-  int slots;  // leading slots in use
-  VisibleIds ids;
-  int first, tiles;  // at least one tile, perhaps without a visible key, perhaps the same as of the next piece
-  int first_unused;  // slots from here on are behind the last tile; of the last piece
-
-  __device__ __forceinline__ Item(const KernelParams& p, int index) {
-    int piece = 0, pieces = 1;
-    if (const int later = index - p.rounds.whole; later >= 0) {
-      pieces = p.rounds.pieces;
-      piece = later % pieces, index = p.rounds.whole + later / pieces;
-    }
-    group = index % p.groups;
-    index /= p.groups;
-    s = index % p.seq_q;
-    b = index / p.seq_q;
-    slots = used_slots(p, b, s);
-    ids = visible_ids(p, b, s);
-    const int all_tiles = ids.any() && slots > 0 ? (slots + kTileKeys - 1) / kTileKeys : 1;
-    first = 0, tiles = all_tiles;
-    if (pieces > 1) {
-      const int share = all_tiles / pieces, more = all_tiles % pieces;
-      first = min(share * piece + min(piece, more), all_tiles - 1);
-      tiles = max(1, share + (piece < more));
-    }
-    first_unused = piece == pieces - 1 ? all_tiles * kTileKeys : p.topk;
-  }
-  // The result row of head block `block`.
-  __device__ __forceinline__ float* row(const Params& p, int block) const {
-    const int64_t rows = static_cast<int64_t>(p.batch) * p.seq_q * p.groups;
-    return p.sums + (block * rows + (static_cast<int64_t>(b) * p.seq_q + s) * p.groups + group) * p.topk;
-  }
-};
-
-__device__ __forceinline__ int items(const KernelParams& p) { return p.rounds.items(p.batch * p.seq_q * p.groups); }
-__device__ __forceinline__ int rows_of_item(const Params& p) {
-  return p.per_head_block ? (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads : 1;
-}
-
-// A gathering thread's slots of an item.
-struct Slots {
-  const int* g_ids;
-  int left;
-
-  __device__ __forceinline__ Slots(const Params& p, const Item& item, int first_tile, int thread)
-      : g_ids(p.indices + item.b * p.indices_stride_b + item.s * p.indices_stride_s + item.group * p.indices_stride_g +
-              (item.first + first_tile) * kTileKeys + gather_row(thread)),
-        left(item.slots - (item.first + first_tile) * kTileKeys - gather_row(thread)) {}
-
-  // The ids of a tile. The next are those of the tile kStep further.
-  template <int kStep>
-  __device__ __forceinline__ void load(int (&ids)[kGatherRowsPerThread]) {
-#pragma unroll
-    for (int i = 0; i < kGatherRowsPerThread; ++i) {
-      ids[i] = i * kGatherRowStep < left ? __ldg(g_ids + i * kGatherRowStep) : -1;
-    }
-    g_ids += kStep * kTileKeys;
-    left -= kStep * kTileKeys;
-  }
 };
 
 // Producer: loads Q and keys, and fills the slots after the last tile. Run by each gather warpgroup, with its number in
