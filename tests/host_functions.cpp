@@ -119,6 +119,11 @@ PYBIND11_MODULE(host_functions, m) {
   indexer_bwd.def("groups_at_once", dsa::indexer_bwd::groups_at_once);
   auto indexer_logits = m.def_submodule("indexer_logits");
   indexer_logits.attr("threads") = dsa::indexer_logits::kThreads;
+  indexer_logits.attr("part_keys") = dsa::indexer_logits::kPartKeys;
+  indexer_logits.attr("start_units") = dsa::indexer_logits::kStartUnits;
+  indexer_logits.def("queries_of_block", [](int row_bytes, int heads) {
+    return dsa::indexer_logits::Config{row_bytes, heads, true}.queries();
+  });
   indexer_logits.def("rest_of", &dsa::indexer_logits::rest_of);
   indexer_logits.def("tickets", [](int64_t units, unsigned ctas) {  // (begin, end) of each
     std::vector<py::tuple> tickets;

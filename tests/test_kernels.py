@@ -318,12 +318,12 @@ def test_queries_stay_in_registers() -> None:
             assert not written or int(written[1]) not in queries, line
 
 
-#: Kernels with an arrival during loads of shared memory, which do not read what the arrival lets others overwrite.
+#: How many arrivals kernels have during loads of shared memory that do not read what the arrival lets others overwrite.
 READS_BESIDE_ARRIVALS = {
-    "sparse_mla_fwd_kernel": "the visible keys of the tile after; the tiles of an item, which has two places in turn",
-    "sparse_mla_decode_wide_kernel": "the numbers of a tile's keys, while P of the tile before is handed over",
-    "block_sparse_attn_fwd_kernelILi64": "Q, while the tile of the output before is freed",
-    "fp8_gemm_kernelILi8": "scales: their loads are issued before a product that the arrival waits for",
+    "sparse_mla_fwd_kernel": 2,  # the visible keys of the tile after; an item's tiles, of which there are two in turn
+    "sparse_mla_decode_wide_kernel": 1,  # the numbers of a tile's keys, while P of the tile before is handed over
+    "block_sparse_attn_fwd_kernelILi64": 1,  # Q, while the tile of the output before is freed
+    "fp8_gemm_kernelILi8": 2,  # scales: their loads are issued before a product that the arrival waits for
 }
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+([^;]*?)\s*;\s+/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/")
 
@@ -372,6 +372,6 @@ def test_arrivals_wait_for_reads() -> None:
     for kernel in machine_code():
         name = kernel.split("\n", 1)[0]
         arrivals += kernel.count("SYNCS.ARRIVE.TRANS64.A1T0")
-        if not any(known in name for known in READS_BESIDE_ARRIVALS):
-            assert not arrivals_during_reads(kernel), name
+        known = sum(count for part, count in READS_BESIDE_ARRIVALS.items() if part in name)
+        assert len(arrivals_during_reads(kernel)) <= known, name
     assert arrivals > 1000

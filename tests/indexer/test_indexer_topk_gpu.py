@@ -134,20 +134,21 @@ def test_selection_above_bars_among_more_keys(dtype: torch.dtype, seq: int, s_kv
 
 
 def rest_of(host_functions: ModuleType, inputs: IndexerInputs) -> int:
-    """The units of work that are kept for CTAs that are done first: 4 for each block of queries, and its parts of 64
-    keys that are not in the sample."""
-    rows = min(512, 65536 // inputs.q[0, 0].nbytes)
+    """The units of work that are kept for CTAs that are done first: some for the start of each block of queries, and
+    its parts of tiles of keys that are not in the sample."""
+    plan = host_functions.indexer_logits
+    block = plan.queries_of_block(inputs.q[0, 0].nbytes, inputs.q.size(1))
     begins, ends = (bounds.clamp(0, len(inputs.k)) for bounds in (inputs.ks, inputs.ke))
     units = blocks = 0
-    for run in zip(*(bounds.split(rows // inputs.q.size(1)) for bounds in (begins, ends)), strict=True):
+    for run in zip(begins.split(block), ends.split(block), strict=True):
         blocks += 1
         seen = run[0] < run[1]
         if not seen.any():
             continue
         begin, end = (int(x) for x in (run[0][seen].amin(), run[1][seen].amax()))
-        begin, end = (x - (x + 16) // 17 for x in (begin, end))
-        units += 4 + (end - 1) // 64 + 1 - begin // 64
-    rest: int = host_functions.indexer_logits.rest_of(units, blocks, 132)
+        begin, end = (x - plan.sampled(x) for x in (begin, end))
+        units += plan.start_units + (end - 1) // plan.part_keys + 1 - begin // plan.part_keys
+    rest: int = plan.rest_of(units, blocks, 132)
     return rest
 
 
@@ -166,7 +167,9 @@ def test_selection_above_bars_with_a_rest(dtype: torch.dtype, heads: int, dim: i
 def test_selection_above_bars_in_runs(host_functions: ModuleType) -> None:
     """Two runs, both with a rest for CTAs that are done first."""
     inputs = with_bounds(make_gpu(10_500, 100_000, 16, dim=64), "whole")
-    assert rest_of(host_functions, queries(inputs, slice(7360, 10_500))) > 0
+    plan = host_functions.indexer_topk
+    first_run = plan.rows_at_once(10_500, 2 * plan.max_candidates(2048))
+    assert rest_of(host_functions, queries(inputs, slice(first_run, 10_500))) > 0
     indices, values = selected(inputs, 2048)
     for run in (slice(0, 1000), slice(7300, 8300), slice(9500, 10_500)):
         check_selected((indices[run], values[run]), composed(queries(inputs, run), 2048))
