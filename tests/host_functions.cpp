@@ -136,7 +136,9 @@ PYBIND11_MODULE(host_functions, m) {
   indexer_logits.def("sampled", &dsa::indexer_logits::sampled);
   indexer_logits.def("key_of_sample", &dsa::indexer_logits::key_of_sample);
   indexer_logits.def("key_of_other", &dsa::indexer_logits::key_of_other);
-  m.def_submodule("indexer_logits_paged").attr("threads") = dsa::indexer_logits_paged::kThreads;
+  m.def_submodule("indexer_logits_paged").def("threads", [](int row_bytes, int heads, int pass_rows, int max_passes) {
+    return dsa::indexer_logits_paged::Config{row_bytes, heads, pass_rows, max_passes}.threads();
+  });
   auto topk = m.def_submodule("indexer_topk");
   topk.def("rows_at_once", &dsa::indexer_topk::rows_at_once);
   topk.def("keeps_candidates", &dsa::indexer_topk::keeps_candidates);

@@ -7,10 +7,10 @@
 
 namespace dsa::indexer_logits_paged {
 
-template <class Element, int kRowBytes, int kHeads, int kPassRows>
+template <class Element, int kRowBytes, int kHeads, int kPassRows, int kMaxPasses>
 const char* launch_config(const Params& p, cudaStream_t stream) {
-  constexpr Config kC{kRowBytes, kHeads, kPassRows};
-  static_assert(kC.stages() >= 2 * kMathWarpgroups);
+  constexpr Config kC{kRowBytes, kHeads, kPassRows, kMaxPasses};
+  static_assert(kC.stages() >= 2 * kC.math_warpgroups());
   constexpr int kElementBytes = sizeof(Element), kChunkColumns = kC.chunk_bytes() / kElementBytes;
   CUtensorMap q_map, k_map;
   if (!encode_head_tensor(&q_map,
@@ -28,16 +28,21 @@ const char* launch_config(const Params& p, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedStorage<Element, kC>);
   static_assert(kBytes <= kMaxSharedBytes);
   const Grid grid(unsigned(p.num_sms), 1, /*programmatic=*/true);
-  return launch_kernel<indexer_logits_paged_kernel<Element, kRowBytes, kHeads, kPassRows>>(
-      p.device, grid, kThreads, kBytes, stream, p, q_map, k_map);
+  return launch_kernel<indexer_logits_paged_kernel<Element, kRowBytes, kHeads, kPassRows, kMaxPasses>>(
+      p.device, grid, kC.threads(), kBytes, stream, p, q_map, k_map);
 }
 
 template <class Element, int kRowBytes, int kHeads>
 const char* launch_passes(const Params& p, cudaStream_t stream) {
-  if constexpr (pass_rows_for(kMaxQueries * kHeads) > 64) {
-    if (pass_rows_for(p.queries * kHeads) > 64) return launch_config<Element, kRowBytes, kHeads, 128>(p, stream);
+  constexpr int kMostRows = kMaxQueries * kHeads;
+  const int rows = p.queries * kHeads;
+  if constexpr (kMostRows > 128) {
+    if (rows > 128) return launch_config<Element, kRowBytes, kHeads, 128, (kMostRows + 127) / 128>(p, stream);
   }
-  return launch_config<Element, kRowBytes, kHeads, 64>(p, stream);
+  if constexpr (kMostRows > 64) {
+    if (rows > 64) return launch_config<Element, kRowBytes, kHeads, 128, 1>(p, stream);
+  }
+  return launch_config<Element, kRowBytes, kHeads, 64, 1>(p, stream);
 }
 
 template <class Element, int kRowBytes>
