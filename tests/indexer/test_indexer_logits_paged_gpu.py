@@ -109,6 +109,13 @@ def test_long_calls(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
         assert same_bits(got, expected)
 
 
+@every_kernel
+def test_every_stage_is_used_again(dtype: torch.dtype, heads: int, dim: int) -> None:
+    """Every CTA has several sequences, and more tiles than stages; for each shape of products."""
+    for queries in {8: (6,), 16: (4, 6), 32: (2, 4, 6), 64: (1, 2, 3)}[heads]:
+        assert_is_unpaged(with_lengths(make_paged(700, queries, 1500, heads, dim, dtype=dtype), "random"))
+
+
 @both_dtypes
 @pytest.mark.parametrize("max_len", [0, 1, 63, 130, 256, 257, 9000])
 def test_columns(max_len: int, dtype: torch.dtype) -> None:

@@ -12,8 +12,8 @@ inline constexpr int kCleanColumns = 4096;  // that a CTA fills at a time
 inline constexpr int kFeeders = 3;          // warps that load tiles
 inline constexpr int kMathRegisters = 104, kSpareRegisters = 64;
 
-// One shape of the kernel: `row_bytes` is the size of a head or a key. The rows of a sequence take `max_passes`
-// products at most.
+// One shape of the kernel: `row_bytes` is the size of a head or a key. A row is a head of a query; a product has
+// `pass_rows` of them, and those of a sequence take `max_passes` products at most.
 struct Config {
   int row_bytes, heads, pass_rows, max_passes;
 
@@ -22,24 +22,26 @@ struct Config {
   constexpr int tile_bytes() const { return kTileKeys * row_bytes; }
   constexpr int pass_bytes() const { return pass_rows * row_bytes; }
   constexpr int pass_queries() const { return pass_rows / heads; }
-  // At least two: of each pair of queries, a lane ends up with the logits of one.
+  // At least two: odd lanes look at the second query of a pair, which may not exist.
   constexpr int max_queries() const { return std::max(2, max_passes * pass_queries()); }
   constexpr int max_rows() const { return max_passes * pass_rows; }
   // The queries of two sequences, so that one's arrive while the other's are in use; of one if they take 96 KB.
   constexpr int q_slots() const { return 2 * max_passes * pass_bytes() <= 98304 ? 2 : 1; }
   constexpr int stages_that_fit() const {
-    constexpr int kRoom = 227 * 1024 - 1024, kStageBytes = 288;  // scales of keys, barriers
+    constexpr int kRoom = 227 * 1024 - 1024;          // for Q and stages
+    constexpr int kStageBytes = 64 * 4 + 16 + 2 * 8;  // besides keys: scales, Tile, barriers
     const int q_bytes = q_slots() * (max_passes * pass_bytes() + max_rows() * int{sizeof(float)});
     return (kRoom - q_bytes) / (tile_bytes() + kStageBytes);
   }
-  // With products of 64 rows, reading the keys takes longer than the products, for three too.
+  // With products of 64 rows, three are faster than memory.
   constexpr int math_warpgroups() const { return pass_rows == 128 && stages_that_fit() >= 12 ? 4 : 3; }
   constexpr int math_threads() const { return math_warpgroups() * 128; }
   constexpr int threads() const { return math_threads() + 128; }
   // Four warpgroups with 64 accumulators and 32 weights take registers from the other warps.
   constexpr bool moves_registers() const { return math_warpgroups() == 4; }
-  // 24 small ones or 9 to 12 of 8 KB are enough for the latency of memory. A multiple of the warpgroups and of the
-  // feeders, so that all tiles of a stage belong to one of them: another could not tell which of two phases of its
+  constexpr int start_registers() const { return 65536 / threads() / 8 * 8; }
+  // 24 tiles of 4 KB, or 9 to 12 larger ones, are enough for the latency of memory. A multiple of the warpgroups and of
+  // the feeders, so that all tiles of a stage belong to one of them: another could not tell which of two phases of its
   // barrier has ended.
   constexpr int stages() const {
     const int multiple = std::lcm(math_warpgroups(), kFeeders), most = math_warpgroups() == 4 ? 12 : 9;

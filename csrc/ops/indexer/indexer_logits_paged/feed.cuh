@@ -14,7 +14,7 @@ using namespace dsa::sm90;
 // Where a tile comes from.
 struct TileSource {
   Tile tile;
-  int block, first;  // its page, and its first key there
+  int block, first;  // its block of the cache, and its first key there
   const float* g_scales;
 };
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_tile(SharedStorage<Element, kC>& shared, co
   }
   int scale_bytes = 0;
   if constexpr (kIsFp8<Element>) {
-    // Bulk copies take multiples of 16 bytes, as all pages of a cache are.
+    // Bulk copies take multiples of 16 bytes, as the scales of a cache's page are; those of a single page may not be.
     const int keys = source.tile.keys_end - source.tile.first_key, whole = keys / 4 * 4;
 #pragma unroll 1
     for (int key = whole; key < keys; ++key) shared.scales[slot][key] = source.g_scales[key];

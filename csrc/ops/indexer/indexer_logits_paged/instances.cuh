@@ -11,6 +11,8 @@ template <class Element, int kRowBytes, int kHeads, int kPassRows, int kMaxPasse
 const char* launch_config(const Params& p, cudaStream_t stream) {
   constexpr Config kC{kRowBytes, kHeads, kPassRows, kMaxPasses};
   static_assert(kC.stages() >= 2 * kC.math_warpgroups());
+  static_assert(!kC.moves_registers() ||
+                kMathRegisters * kC.math_threads() + kSpareRegisters * 128 <= kC.start_registers() * kC.threads());
   constexpr int kElementBytes = sizeof(Element), kChunkColumns = kC.chunk_bytes() / kElementBytes;
   CUtensorMap q_map, k_map;
   if (!encode_head_tensor(&q_map,

@@ -12,11 +12,13 @@
 //                              takes; then writes -inf outside of the tiles
 //                              of each sequence, and bounds of the queries
 //
-// With products of 64 rows, or where few stages fit, there are three multiply warpgroups.
+// Multiply warps have 104 registers, the others 64. With products of 64 rows, or where few stages fit, there are three
+// multiply warpgroups, the other warps are 12-15, and registers stay where they are.
 //
 // The tiles of all sequences form one long list, of which each persistent CTA takes an equal run; the table and the
-// lengths are read on the device. The ring of tiles is what hides the latency of memory. Warpgroup w takes tiles w,
-// w + 4, .. of the CTA's run, and feeding warps take turns likewise. Each logit is computed as in indexer_logits.
+// lengths are read on the device. The ring of tiles is what hides the latency of memory. Of the tiles of a CTA's
+// run, each multiply warpgroup takes every fourth (or third), and each feeding warp every third. Each logit is computed
+// as in indexer_logits.
 //
 // Programmatic dependent launch (PDL): all roles wait for the preceding kernel.
 #pragma once
@@ -34,7 +36,6 @@
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 #include "storage.cuh"
-#include "tiles/accumulators.cuh"
 #include "tiles/mma.cuh"
 
 namespace dsa::indexer_logits_paged {

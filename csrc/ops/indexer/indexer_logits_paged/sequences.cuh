@@ -10,7 +10,7 @@
 
 namespace dsa::indexer_logits_paged {
 
-// Tiles of a sequence that a CTA takes. The query warp says it.
+// Tiles of a sequence that a CTA takes. Written by the query warp.
 struct alignas(16) Sequence {
   int index;
   int first_tile, end_tile;  // end_tile is -1 if the run has ended

@@ -8,7 +8,7 @@ namespace dsa::indexer_logits_paged {
 
 using indexer_logits::kIsFp8;
 
-// The keys of a tile. The feeding warp says it.
+// The keys of a tile. Written by the feeding warp.
 struct alignas(16) Tile {
   int first_key;   // in the sequence; the tile's columns of the logits begin there
   int keys_end;    // keys before it have been loaded, none if their block does not exist
