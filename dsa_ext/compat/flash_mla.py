@@ -199,13 +199,15 @@ def flash_mla_with_kvcache(
 
 def _check_format(k_cache: Tensor, kv_format: str | None) -> None:
     width = k_cache.shape[-1]
+    if kv_format not in (None, "V32", "V32_NO_ROPE", "V4"):
+        fail("flash_mla_with_kvcache", "kv_format", "None, 'V32' or 'V32_NO_ROPE'", repr(kv_format))
     if width == _V32 and kv_format in (None, "V32"):
         return
     if width == _V32_NO_ROPE and kv_format == "V32_NO_ROPE":
         return
     if width == _V4 or kv_format == "V4":
         _not_served("caches of DeepSeek-V4 (584 bytes per token)")
-    if width == _V32_NO_ROPE:
+    if width == _V32_NO_ROPE and kv_format is None:
         reason = 'DeepSeek-V4.1; kv_format="V32_NO_ROPE" selects that of DeepSeek-V3.2 without rope'
         _not_served(f"caches of 528 bytes per token without kv_format, the layout of {reason}")
     raise RuntimeError(

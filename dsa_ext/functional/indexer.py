@@ -196,9 +196,10 @@ def quantize_indexer(
     Args:
         q: [..., Hi, Di], bf16 or fp32 (float64, which is rounded to fp32 first); Di is 64 or 128.
         k: [..., Di], like q.
-        recipe: "ue8m0": scales are powers of two, as in DeepSeek-V3.2, vLLM and SGLang. "ue8m0_hadamard": the same
-            after :func:`hadamard_transform` of q and k, which leaves q.k unchanged and spreads outliers. "fp32": scales
-            are not rounded.
+        recipe: "ue8m0": scales are powers of two, as in vLLM. "ue8m0_hadamard": the same after
+            :func:`hadamard_transform` of q and k, which leaves q.k unchanged and spreads outliers, as in the inference
+            code of DeepSeek-V3.2 and in SGLang. "fp32": scales are not rounded. Queries, and all keys that they are
+            compared with, must have the same recipe.
 
     Returns:
         q and k, float8_e4m3fn, and their scales [..., Hi] and [...], fp32. None is differentiable.
@@ -221,6 +222,8 @@ def quantize_indexer(
         columns = x.shape[-1]
         if columns != q.shape[-1] or x.dtype != q.dtype:
             fail("quantize_indexer", f"k must be {dtype_name(q.dtype)} [..., {q.shape[-1]}] like q, got {describe(x)}")
+        if x.device != q.device:
+            fail("quantize_indexer", f"k must be on {q.device} like q, got {x.device}")
         refuse_derivatives("quantize_indexer", (x,))
         x = x.detach().float() if x.dtype == torch.float64 else x.detach()
         if recipe == "ue8m0_hadamard":

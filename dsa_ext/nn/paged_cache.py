@@ -168,7 +168,7 @@ class PagedKVCache:
 
         Args:
             sequence: number of the sequence.
-            length: number of tokens to keep. The last of them must not be in a page that was evicted.
+            length: number of tokens to keep. They must not end inside a page that was evicted.
         """
         self._tables.truncate(sequence, length)
         self._step = None

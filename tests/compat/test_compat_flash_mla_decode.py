@@ -146,6 +146,11 @@ def test_not_served(options: dict[str, Any], text: str) -> None:
     [
         ({"causal": True}, "causal must be False with indices, got True"),
         ({"kv_format": "V32_NO_ROPE"}, "k_cache must have 656 bytes per token, or 528 and"),
+        ({"kv_format": "V3.2"}, "kv_format must be None, 'V32' or 'V32_NO_ROPE', got 'V3.2'"),
+        (
+            {"k_cache": torch.empty(4, 64, 1, 528, dtype=torch.uint8), "kv_format": "V32"},
+            "k_cache must have 656 bytes per token, or 528 and kv_format='V32_NO_ROPE', got 528 and kv_format='V32'",
+        ),
         ({"head_dim_v": 576}, r"\(Dqk, d_v\) must be"),
         ({"topk_length": torch.ones(3, dtype=torch.int64)}, "topk_length must be int32"),
         ({"topk_length": torch.ones(3, 1, dtype=torch.int32)}, r"topk_length must be int32 .*, got int32 \[3, 1\]"),

@@ -108,6 +108,8 @@ def test_errors() -> None:
     message = "dsa::quantize_indexer: recipe must be 'ue8m0', 'ue8m0_hadamard' or 'fp32', got 'int8'"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         dsa_ext.quantize_indexer(q, k, "int8")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="dsa::quantize_indexer: k must be on cpu like q, got meta"):
+        dsa_ext.quantize_indexer(q, k.to("meta"))
     message = "dsa::quantize_indexer: k must be bfloat16, float32 or float64 [..., 64 or 128], got bfloat16 [4, 63]"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         dsa_ext.quantize_indexer(q, k[:, 1:])
