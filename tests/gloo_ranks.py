@@ -1,11 +1,23 @@
 """Ranks of tests with several processes, on the CPU."""
 
+import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+#: What ranks import. They are copies of a process that has imported it, which takes each of them seconds otherwise.
+IMPORTED = ["dsa_ext.distributed", "dsa_ext.nn", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+
+
+def run_on_ranks(function: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:
+    """Calls function(rank, *args) in a process of its own for each rank, and raises what one of them raises."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    start_processes(function, args, ranks, start_method="forkserver")
 
 
 @contextmanager

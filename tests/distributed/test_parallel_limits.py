@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_ranks import gloo_rank
+from gloo_ranks import gloo_rank, run_on_ranks
 from parallel_layers import BATCH, HIDDEN, make_layer, normal, one_rank
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -109,7 +109,7 @@ def with_divided_weights(rank: int, folder: str) -> None:
 
 
 def test_divided_weights_are_no_change(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(with_divided_weights, (str(tmp_path),), nprocs=2)
+    run_on_ranks(with_divided_weights, (str(tmp_path),), 2)
 
 
 def whole_weight(x: Tensor, group: Any) -> Tensor:
@@ -144,7 +144,7 @@ def differentiate_twice(rank: int, ranks: int, folder: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_second_derivatives_are_refused(ranks: int, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(differentiate_twice, (ranks, str(tmp_path)), nprocs=ranks)
+    run_on_ranks(differentiate_twice, (ranks, str(tmp_path)), ranks)
 
 
 def changed(change: Callable[[SparseMLA], Any]) -> SparseMLA:
@@ -196,7 +196,7 @@ def with_another_layer(rank: int, folder: str) -> None:
 
 
 def test_ranks_with_different_layers(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(with_another_layer, (str(tmp_path),), nprocs=4)
+    run_on_ranks(with_another_layer, (str(tmp_path),), 4)
 
 
 def step(layer: SparseMLA, x: Tensor) -> Tensor:

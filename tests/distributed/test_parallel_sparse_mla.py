@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from gloo_ranks import gloo_rank
+from gloo_ranks import gloo_rank, run_on_ranks
 from parallel_layers import BATCH, HIDDEN, make_layer, normal, one_rank
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -93,7 +93,7 @@ def run(rank: int, tensor: int, context: int, order: Any, folder: str) -> None:
     ],
 )  # fmt: skip
 def test_like_one_rank(tensor: int, context: int, order: str, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run, (tensor, context, order, str(tmp_path)), nprocs=tensor * context)
+    run_on_ranks(run, (tensor, context, order, str(tmp_path)), tensor * context)
 
 
 def run_expanded(rank: int, ranks: int, folder: str) -> None:
@@ -110,7 +110,7 @@ def run_expanded(rank: int, ranks: int, folder: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_first_queries(ranks: int, tmp_path: Path) -> None:
     """With the heads of DeepSeek-V3.2 they run in the expanded form on up to two ranks, an equal share on each."""
-    torch.multiprocessing.spawn(run_expanded, (ranks, str(tmp_path)), nprocs=ranks)
+    run_on_ranks(run_expanded, (ranks, str(tmp_path)), ranks)
 
 
 def record_order(rank: int, tensor: int, context: int, folder: str) -> None:
@@ -158,7 +158,7 @@ def record_order(rank: int, tensor: int, context: int, folder: str) -> None:
 
 @pytest.mark.parametrize(("tensor", "context"), [(2, 1), (1, 2), (2, 2)])
 def test_collectives_run_beside_the_indexer(tensor: int, context: int, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(record_order, (tensor, context, str(tmp_path)), nprocs=tensor * context)
+    run_on_ranks(record_order, (tensor, context, str(tmp_path)), tensor * context)
 
 
 class LowRank(nn.Module):
@@ -193,7 +193,7 @@ def with_adapters(rank: int, folder: str) -> None:
 
 
 def test_adapters(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(with_adapters, (str(tmp_path),), nprocs=2)
+    run_on_ranks(with_adapters, (str(tmp_path),), 2)
 
 
 def save_or_load(rank: int, ranks: int, save: bool, folder: str) -> None:
@@ -216,9 +216,9 @@ def save_or_load(rank: int, ranks: int, save: bool, folder: str) -> None:
 
 
 def test_checkpoints_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(save_or_load, (2, True, str(tmp_path)), nprocs=2)
+    run_on_ranks(save_or_load, (2, True, str(tmp_path)), 2)
     for ranks in (1, 3):
-        torch.multiprocessing.spawn(save_or_load, (ranks, False, str(tmp_path)), nprocs=ranks)
+        run_on_ranks(save_or_load, (ranks, False, str(tmp_path)), ranks)
 
 
 def train_sharded(rank: int, way: str, checkpointed: bool, folder: str) -> None:
@@ -251,7 +251,7 @@ def train_sharded(rank: int, way: str, checkpointed: bool, folder: str) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("way", ["tensor", "context"])
 def test_fully_shard(way: str, checkpointed: bool, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(train_sharded, (way, checkpointed, str(tmp_path)), nprocs=4)
+    run_on_ranks(train_sharded, (way, checkpointed, str(tmp_path)), 4)
 
 
 class Doubled(SparseMLA):
@@ -353,11 +353,11 @@ def under_autocast(rank: int, folder: str) -> None:
 
 
 def test_autocast(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(under_autocast, (str(tmp_path),), 2)
+    run_on_ranks(under_autocast, (str(tmp_path),), 2)
 
 
 def test_modes_copies_and_ids(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(in_other_modes, (str(tmp_path),), 2)
+    run_on_ranks(in_other_modes, (str(tmp_path),), 2)
 
 
 @pytest.mark.parametrize("phase", ["sparse", "warmup", "dense"])
