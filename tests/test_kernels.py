@@ -22,7 +22,7 @@ class Kernels(NamedTuple):
 
     main: str  # pattern of the main kernels' names
     instances: int  # number of main kernels
-    threads: int | Callable[[str], int]  # largest number of threads of a CTA, or a function of a kernel's name that gives it
+    threads: int | Callable[[str], int]  # most threads of a CTA; or a function of a kernel's name
     instructions: tuple[str, ...]  # every main kernel contains them
     others: tuple[str, ...] = ()  # the other kernels' names
     spilled: int = 0  # largest number of bytes that a kernel may spill
