@@ -211,7 +211,8 @@ def quantize_indexer(
     Source: the inference code of DeepSeek-V3.2 (arXiv 2512.02556).
     """
     if recipe not in ("ue8m0", "ue8m0_hadamard", "fp32"):
-        fail("quantize_indexer", f"recipe must be 'ue8m0', 'ue8m0_hadamard' or 'fp32', got {recipe!r}")
+        got = repr(recipe) if isinstance(recipe, str) else describe(recipe)
+        fail("quantize_indexer", f"recipe must be 'ue8m0', 'ue8m0_hadamard' or 'fp32', got {got}")
     results = []
     for name, x in (("q", q), ("k", k)):
         check_is_tensor("quantize_indexer", name, x)

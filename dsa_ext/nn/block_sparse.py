@@ -30,7 +30,7 @@ class BlockSizes:
     def __init__(self, sizes: Sequence[int] | Tensor, device: torch.device | str | None = None) -> None:
         if isinstance(sizes, Tensor) and sizes.device.type != "cpu":
             raise ValueError(f"BlockSizes: sizes must be known to the host, got a tensor on {sizes.device}")
-        error = f"BlockSizes: sizes must be integers from 0 to {BLOCK}, not all 0, got"
+        error = f"BlockSizes: sizes must be a list or 1-D tensor of integers from 0 to {BLOCK}, not all 0, got"
         try:
             numbers = torch.as_tensor(sizes, device="cpu")
         except (RuntimeError, TypeError, ValueError):
@@ -74,7 +74,7 @@ class BlockKVCache:
     ) -> None:
         check_sizes("BlockKVCache", batch=batch, kv_heads=kv_heads, head_dim=head_dim)
         if type(capacity) is not int or capacity < 0 or capacity % BLOCK != 0:
-            raise ValueError(f"BlockKVCache: capacity must be a multiple of {BLOCK}, got {capacity!r}")
+            raise ValueError(f"BlockKVCache: capacity must be an int, a multiple of {BLOCK}, got {capacity!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"BlockKVCache: dtype must be a floating one, got {dtype_name(dtype)}")
         self.capacity, self.length = capacity, 0

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
+from dsa_ext.nn.projections import replacement_of, type_name
 from dsa_ext.ops._checks import check_sizes, describe
 from dsa_ext.reference.fp8 import BLOCK
 
@@ -15,7 +16,8 @@ class FP8Linear(nn.Module):
     in_features / 128], its rows padded to a multiple of 4; `bias` [out_features], bf16, or None.
 
     Args:
-        linear: the layer to convert. Its in_features must be a multiple of 128.
+        linear: the layer to convert, without hooks and with the forward of nn.Linear. Its in_features must be a
+            multiple of 128.
         round_scale: whether the scales of weight and input are powers of two.
     """
 
@@ -26,7 +28,10 @@ class FP8Linear(nn.Module):
     def __init__(self, linear: nn.Linear, *, round_scale: bool = False) -> None:
         super().__init__()
         if not isinstance(linear, nn.Linear):
-            raise TypeError(f"FP8Linear: linear must be an nn.Linear, got {type(linear).__name__}")
+            raise TypeError(f"FP8Linear: linear must be an nn.Linear, got {type_name(linear)}")
+        replacement = replacement_of(linear)
+        if replacement is not None:  # it would be lost
+            raise ValueError(f"FP8Linear: linear must be a plain nn.Linear, got {replacement}: {type_name(linear)}")
         if not linear.weight.is_floating_point():
             raise ValueError(f"FP8Linear: the weight must be floating-point, got {describe(linear.weight)}")
         check_sizes("FP8Linear", in_features=linear.in_features, out_features=linear.out_features)

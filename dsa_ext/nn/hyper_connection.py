@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.ops._checks import check_sizes
+from dsa_ext.ops._checks import check_sizes, describe
 from dsa_ext.ops._library import check_input
 from dsa_ext.ops.mhc import STREAMS
 from dsa_ext.reference.mhc import split
@@ -40,8 +40,9 @@ class HyperConnection(nn.Module):
             passed on.
         hidden_size: columns of a stream, a multiple of 128.
         streams: n, 2 or 4; on the CPU also 8.
-        iterations: number of times that columns and rows of the mixing weights are normalized.
-        eps: added to the mean square under the root, and to the weight of each stream in h_in (its minimum).
+        iterations: number of times that columns and rows of the mixing weights are normalized, 1 to 100.
+        eps: added to the mean square under the root, and to the weight of each stream in h_in (its minimum); from 0
+            on, less than 1.
         dtype: dtype of the parameters; float64 for float64 streams.
     """
 
@@ -98,6 +99,9 @@ class HyperConnection(nn.Module):
         If the layer returns a tuple, returns a tuple of the streams and its other elements.
         """
         check_input("HyperConnection", x, None)
+        expected = (self.streams, self.phi.shape[1] // self.streams)
+        if x.dim() != 4 or x.shape[2:] != expected:
+            raise ValueError(f"HyperConnection: x must be [B, S, {expected[0]}, {expected[1]}], got {describe(x)}")
         h_in, h_post, h_res = self.read(x)
         result = self.layer(h_in, *args, **kwargs)
         y = result[0] if isinstance(result, tuple) and result else result

@@ -151,6 +151,11 @@ class LightningIndexer(nn.Module):
 
     def scores(self, tensors: IndexerTensors, ids: Tensor) -> Tensor:
         """Scores of the listed keys [B, S, K], -inf where an id is not one of the S keys. Differentiable."""
+        batch, seq = tensors.q.shape[:2]
+        is_list = isinstance(ids, Tensor) and ids.dtype == torch.int32 and ids.dim() == 3
+        if not is_list or ids.shape[:2] != (batch, seq):
+            expected = f"int32 [B={batch}, S={seq}, K]"
+            raise ValueError(f"LightningIndexer: ids must be {expected}, got {describe(ids)}")
         return scores_of_keys(tensors, ids)
 
     def logits(self, tensors: IndexerTensors) -> Tensor:

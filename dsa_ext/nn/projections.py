@@ -22,17 +22,27 @@ def excess_of(projection: Any, weights: tuple[type, ...] = WHOLE) -> str | None:
     """What the projection is or has, apart from hooks of all modules, such that a call of it may be more than the
     product with its weight, which is of one of the types `weights`; None if there is no such thing."""
     if type(projection) is not nn.Linear:
-        return torch.typename(type(projection))
+        return type_name(projection)
     if type(projection.weight) not in weights:
-        return f"one whose weight is a {torch.typename(type(projection.weight))}"
+        return f"one whose weight is a {type_name(projection.weight)}"
     if projection.bias is not None:
         return "one with a bias"
-    if "forward" in vars(projection):
+    return replacement_of(projection)
+
+
+def replacement_of(linear: nn.Linear) -> str | None:
+    """What replaces or surrounds the forward of nn.Linear when the layer is called, apart from hooks of all modules."""
+    if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
         return "one whose forward is replaced"
     for name, hook in _HOOKS.items():
-        if getattr(projection, name):
+        if getattr(linear, name):
             return f"one with {hook}"
     return None
+
+
+def type_name(value: Any) -> str:
+    """As torch.typename, which torch.compile cannot call."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def is_plain(projection: Any) -> bool:
@@ -46,13 +56,13 @@ def plain_weight(projection: Any) -> Tensor | None:
     return projection.weight if is_plain(projection) else None
 
 
-def weight_of(projection: Any, like: Tensor) -> Tensor:
-    """The weight with which a projection of latent keys multiplies inputs of the dtype and on the device of `like`:
-    with an adapter, a quantizer, an offload or a hook, its product with the unit matrix."""
+def weight_of(owner: str, projection: Any, like: Tensor) -> Tensor:
+    """The weight with which the `kv_b_proj` of a module named `owner` multiplies inputs of the dtype and on the device
+    of `like`: with an adapter, a quantizer, an offload or a hook, its product with the unit matrix."""
     if excess_of(projection) is None:  # hooks of all modules, such as those of FlopCounterMode, do not matter
         weight: Tensor = projection.weight
     elif has_bias(projection):
-        raise ValueError(f"kv_b_proj must have no bias, nor may its adapters, got {projection}")
+        raise ValueError(f"{owner}: kv_b_proj must have no bias, nor may its adapters, got {type_name(projection)}")
     else:
         weight = projection(torch.eye(VALUE_COLUMNS, device=like.device, dtype=like.dtype)).T
     return weight

@@ -378,7 +378,7 @@ class SparseMLA(nn.Module):
 
     def _kv_b(self, x: Tensor) -> Tensor:
         """The weight of kv_b_proj, of all heads, for the layer's input."""
-        return weight_of(self.kv_b_proj, x)
+        return weight_of("SparseMLA", self.kv_b_proj, x)
 
     def _weights(self, kv_b: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of kv_b_proj for keys and for values, per head: [H, nope_dim or v_dim, kv_lora_rank]."""

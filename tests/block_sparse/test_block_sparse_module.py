@@ -245,7 +245,7 @@ def test_errors() -> None:
     ids=str,
 )
 def test_errors_of_sizes(sizes: Any, got: str) -> None:
-    expected = f"BlockSizes: sizes must be integers from 0 to 64, not all 0, got {got}"
+    expected = f"BlockSizes: sizes must be a list or 1-D tensor of integers from 0 to 64, not all 0, got {got}"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         BlockSizes(sizes)
 

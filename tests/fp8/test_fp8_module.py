@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from fp8_inputs import random
+from torch import Tensor, nn
 
 from dsa_ext.nn import FP8Linear
 from dsa_ext.testing.tolerances import similarity_error
@@ -35,8 +36,21 @@ def test_error_of_another_width(shape: tuple[int, ...]) -> None:
 
 
 def test_error_of_a_converted_layer() -> None:
-    with pytest.raises(TypeError, match=r"linear must be an nn.Linear, got FP8Linear"):
+    with pytest.raises(TypeError, match=r"linear must be an nn.Linear, got dsa_ext.nn.fp8_linear.FP8Linear"):
         FP8Linear(FP8Linear(torch.nn.Linear(128, 128)))  # type: ignore[arg-type]
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_error_of_a_layer_whose_call_is_more_than_a_product() -> None:
+    hooked = nn.Linear(128, 128)
+    hooked.register_forward_hook(lambda module, args, result: 2 * result)
+    for linear, text in ((Doubled(128, 128), "whose forward is replaced"), (hooked, "with a forward hook")):
+        with pytest.raises(ValueError, match=f"FP8Linear: linear must be a plain nn.Linear, got one {text}: "):
+            FP8Linear(linear)
 
 
 def test_linear_has_no_gradients() -> None:

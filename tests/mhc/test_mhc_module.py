@@ -106,6 +106,10 @@ def test_errors_of_the_module() -> None:
     for name, value in (("iterations", 101), ("eps", 1.0)):
         with pytest.raises(RuntimeError, match=f"dsa::mhc_.*: {name} must be from .*, got {value:g}"):
             HyperConnection(torch.nn.Identity(), D, **{name: value})
+    module = HyperConnection(torch.nn.Identity(), D, N)
+    for shape in ((B, S, N, 2 * D), (B, S, N // 2, D), (S, N, D)):
+        with pytest.raises(ValueError, match=rf"HyperConnection: x must be \[B, S, {N}, {D}\], got float32"):
+            module(torch.zeros(shape))
     with pytest.raises(RuntimeError, match="at most 8192, got 8320"):
         HyperConnection(torch.nn.Identity(), 8320)
 

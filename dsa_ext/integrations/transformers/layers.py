@@ -103,8 +103,8 @@ def misfit(layer: Any) -> str | None:
 
 def _latent_weights(layer: Any, like: Tensor) -> list[Tensor]:
     """The weights of kv_b_proj for keys and for values, per head: [H, columns, 512]."""
-    projection = layer.kv_b_proj
-    heads = weight_of(projection, like).unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
+    weight = weight_of(type(layer).__name__, layer.kv_b_proj, like)
+    heads = weight.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
     return list(heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1))
 
 
