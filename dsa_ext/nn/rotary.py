@@ -175,11 +175,9 @@ def check_yarn(where: str, yarn: Any, theta: float) -> None:
     if yarn is not None and not isinstance(yarn, Yarn):
         raise TypeError(f"{where}: yarn must be a Yarn or None, got {type(yarn).__name__}")
     if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
-        raise ValueError(f"{where}: theta, the base of RoPE's frequencies, must be a positive number, got {theta!r}")
+        raise ValueError(f"{where}: the base of RoPE's frequencies must be a positive number, got {theta!r}")
     if yarn is not None and not theta > 1:
-        raise ValueError(
-            f"{where}: theta, the base of RoPE's frequencies, must be greater than 1 with yarn, got {theta}"
-        )
+        raise ValueError(f"{where}: the base of RoPE's frequencies must be greater than 1 with yarn, got {theta}")
 
 
 def check_positions(where: str, positions: Any, x: Tensor) -> None:

@@ -187,9 +187,9 @@ def test_errors() -> None:
             layer(x, sizes)
     with pytest.raises(ValueError, match="sizes must be known to the host, got a tensor on meta"):
         BlockSizes(torch.ones(2, device="meta"))
-    with pytest.raises(ValueError, match="capacity must be a multiple of 64, got 100"):
+    with pytest.raises(ValueError, match="capacity must be an int, a multiple of 64, got 100"):
         layer.make_cache(1, 100)
-    with pytest.raises(ValueError, match="capacity must be a multiple of 64, got '64'"):
+    with pytest.raises(ValueError, match="capacity must be an int, a multiple of 64, got '64'"):
         layer.make_cache(1, "64")
     with pytest.raises(ValueError, match="dtype must be a floating one, got int32"):
         BlockKVCache(1, 64, 1, 64, dtype=torch.int32)

@@ -337,7 +337,7 @@ def test_errors() -> None:
 
 
 def test_errors_of_listed_scores() -> None:
-    layer, x = make_layer(), make_input(seq=6)
+    layer, x = make_layer(), make_input(2, 6)
     tensors = layer.indexer(x, layer.q_a_proj(x))
     for ids in (torch.zeros(1, 6, 7, dtype=torch.int32), torch.zeros(2, 6, dtype=torch.int32), [[0]]):
         with pytest.raises(ValueError, match=r"LightningIndexer: ids must be int32 \[B=2, S=6, K\], got"):
