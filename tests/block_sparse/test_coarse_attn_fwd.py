@@ -125,8 +125,18 @@ def test_empty_tensors(sizes: tuple[int, int, int, int]) -> None:
 def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = make_heads(n_q=300)
     whole = reference.coarse_attn_fwd(*heads)
-    monkeypatch.setattr(reference.coarse_attn, "_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(reference.block_sparse, "_CHUNK_ELEMENTS", 1)
     torch.testing.assert_close(reference.coarse_attn_fwd(*heads), whole)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 65])
+def test_gradients_of_large_scores(keys: int) -> None:
+    """They are finite, since the gradients compute scores as the output does, in products of the same sizes."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 3, rows, 64, generator=generator).bfloat16() for rows in (12, keys, keys, 12))
+    leaves = [(q * 1e27).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+    out, _ = dsa_ext.coarse_attn(*leaves)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out, leaves, dout))
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
