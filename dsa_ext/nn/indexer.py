@@ -151,11 +151,7 @@ class LightningIndexer(nn.Module):
 
     def scores(self, tensors: IndexerTensors, ids: Tensor) -> Tensor:
         """Scores of the listed keys [B, S, K], -inf where an id is not one of the S keys. Differentiable."""
-        batch, seq = tensors.q.shape[:2]
-        is_list = isinstance(ids, Tensor) and ids.dtype == torch.int32 and ids.dim() == 3
-        if not is_list or ids.shape[:2] != (batch, seq):
-            expected = f"int32 [B={batch}, S={seq}, K]"
-            raise ValueError(f"LightningIndexer: ids must be {expected}, got {describe(ids)}")
+        check_ids("LightningIndexer", ids, tensors.q)
         return scores_of_keys(tensors, ids)
 
     def logits(self, tensors: IndexerTensors) -> Tensor:
@@ -164,6 +160,13 @@ class LightningIndexer(nn.Module):
         rows = sequences(*tensors, starts, ends)
         logits = [functional.indexer_logits(*row) for row in rows]
         return torch.stack(logits).view(*tensors.k.shape[:2], tensors.k.shape[1])
+
+
+def check_ids(module: str, ids: Any, x: Tensor) -> None:
+    """Raises an error unless ids are lists of keys for the rows of x [B, S, ...]."""
+    is_list = isinstance(ids, Tensor) and ids.dtype == torch.int32 and ids.dim() == 3
+    if not is_list or ids.shape[:2] != x.shape[:2] or ids.shape[2] < 1:
+        raise ValueError(f"{module}: ids must be int32 [B={x.shape[0]}, S={x.shape[1]}, K], got {describe(ids)}")
 
 
 def sequences(*tensors: Tensor) -> list[tuple[Any, ...]]:

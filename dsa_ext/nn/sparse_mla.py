@@ -10,7 +10,7 @@ from dsa_ext.nn.absorbed import Absorbed, absorbed_attention
 from dsa_ext.nn.absorption import Rope, absorbed_queries, all_keys
 from dsa_ext.nn.expanded import NONE, Expanded, attention_of_heads, expanded_queries
 from dsa_ext.nn.heads import multiply_heads
-from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, sequences
+from dsa_ext.nn.indexer import IndexerTensors, LightningIndexer, check_ids, sequences
 from dsa_ext.nn.paged_cache import FP8, DecodeStep, PagedKVCache, PrefillStep
 from dsa_ext.nn.projections import plain_weight, weight_of
 from dsa_ext.nn.rotary import RopeLayout, Yarn, apply_rope, check_layout, check_yarn, rope_tables
@@ -255,10 +255,7 @@ class SparseMLA(nn.Module):
     def _check_ids(self, ids: Tensor, x: Tensor) -> None:
         if self.phase != "sparse":
             raise ValueError(f"SparseMLA: ids must be None except in the phase 'sparse', got them in {self.phase!r}")
-        is_list = isinstance(ids, Tensor) and ids.dtype == torch.int32 and ids.dim() == 3
-        if not is_list or ids.shape[:2] != x.shape[:2] or ids.shape[2] < 1:
-            got = describe(ids)
-            raise ValueError(f"SparseMLA: ids must be int32 [B={x.shape[0]}, S={x.shape[1]}, K], got {got}")
+        check_ids("SparseMLA", ids, x)
 
     def _check_cache(self, x: Tensor, cache: PagedKVCache, layer: int | None) -> int:
         """The number of the layer in the cache."""
