@@ -173,7 +173,7 @@ def test_rested_figures_stand_beside_those_that_are_compared() -> None:
     cases = {case["name"]: case for case in result_of("sparse_mla_fwd")["cases"]}
     for heads in (128, 64):
         compared, rested = figures[f"flashmla_h{heads}"], figures[f"flashmla_h{heads}_rested"]
-        assert (compared["method"], rested["method"]) == ("back to back", "rested")
+        assert (compared["method"], rested["method"]) == ("in turn", "rested")
         assert set(compared["values"]) <= set(rested["values"])
         for s_kv, value in compared["values"].items():
             case = cases[f"h{heads}_skv{s_kv}"]

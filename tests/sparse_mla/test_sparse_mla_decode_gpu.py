@@ -111,6 +111,18 @@ def test_split_keys(batch: int, heads: int, packed: bool) -> None:
     check(inputs.q, inputs.kv_cache, inputs.indices, topk_length=lengths, attn_sink=sink, inf_if_empty=True)
 
 
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("packed", [True, False])
+def test_any_number_of_parts(heads: int, packed: bool) -> None:
+    """One token has one row a head: few enough for several groups of threads, each of which combines some parts. More
+    tokens have one group, which combines up to eight parts at once. In the second call some parts have no key."""
+    for batch, tiles in itertools.product((1, 5), (2, 3, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32)):
+        inputs = make_gpu(batch, 1, 40, 64, heads, 64 * tiles, packed=packed, seed=tiles)
+        lengths = torch.full((batch, 1), 32 * tiles + 5, device=DEVICE, dtype=torch.int32)
+        check(inputs.q, inputs.kv_cache, inputs.indices)
+        check(inputs.q, inputs.kv_cache, inputs.indices, topk_length=lengths)
+
+
 @pytest.mark.parametrize("value", [INT32_MIN, -1, 128, INT32_MAX])
 @pytest.mark.parametrize("packed", [True, False])
 def test_padding_alone(value: int, packed: bool) -> None:
