@@ -61,10 +61,10 @@ def test_logits_and_gradients(name: str, checkpointing: bool, columns: int) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("cache", "seed"), [("dynamic", 0), ("dynamic", 1), ("dynamic", 2), ("static", 0)])
 def test_greedy_tokens(name: str, cache: str, seed: int) -> None:
-    """Each of 64 tokens is the reference's best after the same tokens, or as good up to the rounding of bf16."""
+    """Each of 64 tokens is the reference's best after the same tokens, or as good up to the rounding of bf16. With a
+    static cache `generate` compiles the model, which takes most of the time."""
     model, reference = make_models(name, seed)
     prompt = tokens(2, 20, seed).cuda()
     options = {"max_new_tokens": 64, "do_sample": False, "cache_implementation": cache if cache == "static" else None}
