@@ -56,6 +56,7 @@ class BlockKVCache:
     """Keys and values of a sequence that grows by whole blocks, and the pooled key and value of each block.
 
     All memory is allocated in the constructor, and the kernels get views of it: stored entries are never moved.
+    `length` is the number of tokens, the same for the whole batch.
 
     Args:
         batch, kv_heads, head_dim: sizes of k and v.
@@ -106,6 +107,13 @@ class BlockKVCache:
         self._blocks[:, begin // BLOCK : end // BLOCK] = pool_blocks(new, kv_pool).transpose(1, 2)
         self.length = end
 
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens, a multiple of 64: before a block runs again, or 0 for a new sequence."""
+        if type(length) is not int or not 0 <= length <= self.length or length % BLOCK != 0:
+            expected = f"an int, a multiple of {BLOCK} from 0 to {self.length}"
+            raise ValueError(f"BlockKVCache: length must be {expected}, got {length!r}")
+        self.length = length
+
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Views of all keys and values [B, Hkv, length, D]."""
         k, v = self._tokens[:, : self.length].transpose(1, 2).chunk(2, 1)
@@ -147,7 +155,7 @@ class BlockSparseAttention(nn.Module):
         hidden_size: columns of the input and of the output.
         heads: number of query heads.
         kv_heads: number of key and value heads, a divisor of `heads`; `heads` by default.
-        head_dim: columns per head, 64 or 128.
+        head_dim: columns per head, 64 or 128, whatever hidden_size / heads is.
         mode, topk, tau, min_blocks, min_ratio, max_ratio: how many blocks are selected, see
             :func:`dsa_ext.block_select`.
         bias: whether the projections to and from the heads have a bias.
@@ -173,6 +181,8 @@ class BlockSparseAttention(nn.Module):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes("BlockSparseAttention", hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        if head_dim not in (64, 128):
+            raise ValueError(f"BlockSparseAttention: head_dim must be 64 or 128, got {head_dim}")
         if heads % kv_heads != 0:
             raise ValueError(f"BlockSparseAttention: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         self.heads, self.kv_heads, self.head_dim, self.mode = heads, kv_heads, head_dim, mode
@@ -246,7 +256,16 @@ class BlockSparseAttention(nn.Module):
         return result
 
     def pool(self, k: Tensor, v: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The pooled keys and values for coarse attention [B, Hkv, J, D], one per block: see pool_blocks."""
+        """The pooled keys and values for coarse attention [B, Hkv, J, D], one per block.
+
+        Args:
+            k, v: [B, Hkv, 64 * J, D]; views of [B, 64 * J, Hkv, D] are not copied.
+            sizes: number of valid tokens per block, int32 [J]; their sums are scaled by 64 / size. The other tokens
+                must be finite. All are valid by default.
+        """
+        if k.shape[2] % BLOCK != 0 or v.shape[2] != k.shape[2]:
+            got = f"{k.shape[2]} keys and {v.shape[2]} values"
+            raise ValueError(f"BlockSparseAttention: pool takes whole blocks of {BLOCK} tokens, got {got}")
         k_pool, v_pool = self.kv_pool.chunk(2)
         return pool_blocks(k, k_pool, sizes), pool_blocks(v, v_pool, sizes)
 

@@ -8,16 +8,20 @@ from dsa_ext.nn.projections import replacement_of, type_name
 from dsa_ext.ops._checks import check_sizes, describe
 from dsa_ext.reference.fp8 import BLOCK
 
+#: Rows of scales begin at multiples of 16 bytes.
+_SCALE_COLUMNS = 4
+
 
 class FP8Linear(nn.Module):
     """`nn.Linear` for inference with weight and input in fp8: both with block scales, see :func:`dsa_ext.fp8_gemm`.
 
-    Buffers: `weight` [out_features, in_features], float8_e4m3fn; `weight_scale` [ceil(out_features / 128),
-    in_features / 128], its rows padded to a multiple of 4; `bias` [out_features], bf16, or None.
+    Buffers: `weight` [out_features, in_features], float8_e4m3fn; `weight_scale` [ceil(out_features / 128), in_features
+    / 128, rounded up to a multiple of 4], fp32, the factor of each block of 128 x 128; `bias` [out_features], bf16, or
+    None.
 
     Args:
         linear: the layer to convert, without hooks and with the forward of nn.Linear. Its in_features must be a
-            multiple of 128.
+            multiple of 128. For a weight in fp8 there is :meth:`from_quantized`.
         round_scale: whether the scales of weight and input are powers of two.
     """
 
@@ -34,13 +38,53 @@ class FP8Linear(nn.Module):
             raise ValueError(f"FP8Linear: linear must be a plain nn.Linear, got {replacement}: {type_name(linear)}")
         if not linear.weight.is_floating_point():
             raise ValueError(f"FP8Linear: the weight must be floating-point, got {describe(linear.weight)}")
+        if linear.weight.itemsize == 1:  # its scales would be lost
+            got = describe(linear.weight)
+            raise ValueError(f"FP8Linear: the weight must not be quantized yet, use from_quantized for {got}")
         check_sizes("FP8Linear", in_features=linear.in_features, out_features=linear.out_features)
-        self.in_features, self.out_features, self.round_scale = linear.in_features, linear.out_features, round_scale
-        weight, scale = functional.prepare_weight(linear.weight.float(), round_scale)
-        self.register_buffer("weight", weight)
-        # Stored with its padding: a view without it would lose the padding when it is copied to another device.
-        self.register_buffer("weight_scale", scale.as_strided((scale.shape[0], scale.stride(0)), scale.stride()))
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().bfloat16())
+        self._set(*functional.prepare_weight(linear.weight.float(), round_scale), linear.bias, round_scale)
+
+    @classmethod
+    def from_quantized(
+        cls, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, round_scale: bool = False
+    ) -> "FP8Linear":
+        """From a weight that is quantized already, as in checkpoints of DeepSeek-V3: there `weight_scale` is called
+        `weight_scale_inv`, and is also what a block is multiplied by.
+
+        Args:
+            weight: [out_features, in_features], float8_e4m3fn, in_features a multiple of 128.
+            weight_scale: the factor of each block of 128 x 128 [ceil(out_features / 128), in_features / 128], fp32 or
+                float8_e8m0fnu.
+            bias: [out_features].
+            round_scale: whether the scales of the input are powers of two.
+        """
+        if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or weight.shape[1] % BLOCK != 0:
+            expected = f"float8_e4m3fn [out_features, multiple of {BLOCK}]"
+            raise ValueError(f"FP8Linear: weight must be {expected}, got {describe(weight)}")
+        shape = (-(-weight.shape[0] // BLOCK), weight.shape[1] // BLOCK)
+        if weight_scale.dtype not in (torch.float32, torch.float8_e8m0fnu) or weight_scale.shape != shape:
+            expected = f"float32 or float8_e8m0fnu {list(shape)}"
+            raise ValueError(f"FP8Linear: weight_scale must be {expected}, got {describe(weight_scale)}")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"FP8Linear: bias must be [{weight.shape[0]}], got {describe(bias)}")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._set(weight, weight_scale.float(), bias, round_scale)
+        return layer
+
+    def _set(self, weight: Tensor, scale: Tensor, bias: Tensor | None, round_scale: bool) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.round_scale = round_scale
+        self.register_buffer("weight", weight.detach())
+        # With its padding: a view without it would lose the padding when it is copied to another device.
+        self.register_buffer("weight_scale", nn.functional.pad(scale.detach(), (0, -scale.shape[1] % _SCALE_COLUMNS)))
+        self.register_buffer("bias", None if bias is None else bias.detach().bfloat16())
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"round_scale={self.round_scale}"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [..., in_features], bf16 or fp32, to [..., out_features], bf16."""

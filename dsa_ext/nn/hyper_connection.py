@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dsa_ext import functional
-from dsa_ext.ops._checks import check_sizes, describe
+from dsa_ext.ops._checks import check_sizes, describe, dtype_name
 from dsa_ext.ops._library import check_input
 from dsa_ext.ops.mhc import STREAMS
 from dsa_ext.reference.mhc import split
@@ -108,5 +108,8 @@ class HyperConnection(nn.Module):
         if not isinstance(y, Tensor):
             got = type(y).__name__
             raise TypeError(f"HyperConnection: layer must return a tensor, or a tuple that begins with one, got {got}")
+        if y.dtype != h_in.dtype and not torch.is_autocast_enabled(x.device.type):
+            wanted = dtype_name(h_in.dtype)
+            raise ValueError(f"HyperConnection: layer must return the dtype of its input, {wanted}, got {describe(y)}")
         out = functional.mhc_post(x, y, h_post, h_res, self.iterations)
         return (out, *result[1:]) if isinstance(result, tuple) else out

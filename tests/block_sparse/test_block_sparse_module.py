@@ -142,6 +142,23 @@ def test_decode(step: int) -> None:
             torch.testing.assert_close(out, layer(x[:, :end])[:, begin:])
 
 
+def test_a_block_that_runs_again() -> None:
+    """As each denoising step does: what it appended before is gone."""
+    layer, x = make_layer(), make_input(4 * BLOCK)
+    with torch.no_grad():
+        cache = layer.make_cache(2, 4 * BLOCK)
+        layer(x[:, : 2 * BLOCK], cache=cache)
+        for factor in (3.0, -2.0, 1.0):
+            cache.truncate(2 * BLOCK)
+            out = layer(factor * x[:, 2 * BLOCK :], cache=cache)
+        torch.testing.assert_close(out, layer(x)[:, 2 * BLOCK :])
+        cache.truncate(0)
+        torch.testing.assert_close(layer(x, cache=cache), layer(x))
+    for length in (5 * BLOCK, -BLOCK, 100, 64.0):
+        with pytest.raises(ValueError, match=f"an int, a multiple of 64 from 0 to 256, got {length}"):
+            cache.truncate(length)
+
+
 def test_memory_of_a_cache_stays_where_it_is() -> None:
     layer, x = make_layer(), make_input(2 * BLOCK)
     with torch.no_grad():
@@ -174,6 +191,10 @@ def test_errors() -> None:
     layer, x = make_layer(), make_input(2 * BLOCK)
     with pytest.raises(ValueError, match="heads must be a multiple of kv_heads, got 4 and 3"):
         BlockSparseAttention(HIDDEN, 4, kv_heads=3)
+    with pytest.raises(ValueError, match="head_dim must be 64 or 128, got 72"):
+        BlockSparseAttention(HIDDEN, 4, head_dim=72)
+    with pytest.raises(ValueError, match="pool takes whole blocks of 64 tokens, got 200 keys and 200 values"):
+        layer.pool(*torch.zeros(2, 1, KV_HEADS, 200, DIM))
     with pytest.raises(ValueError, match="x must have 3 blocks of 64 tokens, got 128 tokens"):
         layer(x, BlockSizes([64, 64, 3]))
     with pytest.raises(ValueError, match="not all 0, got \\[0, 0\\]"):

@@ -8,6 +8,7 @@ import torch
 from fp8_inputs import random
 from torch import Tensor, nn
 
+import dsa_ext
 from dsa_ext.nn import FP8Linear
 from dsa_ext.testing.tolerances import similarity_error
 
@@ -26,6 +27,40 @@ def test_linear(bias: bool, round_scale: bool) -> None:
     other.load_state_dict(layer.state_dict())
     for same in (other, copy.deepcopy(layer), copy.deepcopy(layer).to("cpu")):
         assert torch.equal(same(x.bfloat16()), out)
+
+
+@pytest.mark.parametrize("columns", [128, 384, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("bias", [False, True])
+def test_weight_that_is_quantized_already(columns: int, dtype: torch.dtype, bias: bool) -> None:
+    linear = nn.Linear(columns, 200, bias=bias)
+    weight, scale = dsa_ext.prepare_weight(linear.weight.detach(), round_scale=dtype != torch.float32)
+    layer = FP8Linear.from_quantized(weight, scale.contiguous().to(dtype), linear.bias, round_scale=True)
+    expected = FP8Linear(linear, round_scale=True)
+    if dtype == torch.float32:
+        expected.weight, expected.weight_scale = FP8Linear(linear).weight, FP8Linear(linear).weight_scale
+    x = random(5, columns).bfloat16()
+    assert torch.equal(layer(x), expected(x))
+    assert repr(layer) == f"FP8Linear(in_features={columns}, out_features=200, bias={bias}, round_scale=True)"
+    state, expected_state = layer.state_dict(), expected.state_dict()
+    assert state.keys() == expected_state.keys()
+    assert all(torch.equal(state[name].float(), expected_state[name].float()) for name in state)
+
+
+def test_errors_of_a_quantized_weight() -> None:
+    weight, scale = dsa_ext.prepare_weight(random(200, 256))
+    with pytest.raises(
+        ValueError, match=r"weight must be float8_e4m3fn \[out_features, multiple of 128\], got float32"
+    ):
+        FP8Linear.from_quantized(weight.float(), scale)
+    with pytest.raises(ValueError, match=r"must be float32 or float8_e8m0fnu \[2, 2\], got float32 \[2, 1\]"):
+        FP8Linear.from_quantized(weight, scale[:, :1])
+    with pytest.raises(ValueError, match=r"bias must be \[200\], got float32 \[256\]"):
+        FP8Linear.from_quantized(weight, scale, torch.zeros(256))
+    linear = nn.Linear(256, 200, bias=False)
+    linear.load_state_dict({"weight": weight}, assign=True)
+    with pytest.raises(ValueError, match=r"use from_quantized for float8_e4m3fn \[200, 256\]"):
+        FP8Linear(linear)
 
 
 @pytest.mark.parametrize("shape", [(2, 512), (3, 128), (4, 128, 2), ()], ids=str)

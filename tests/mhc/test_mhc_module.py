@@ -124,6 +124,15 @@ def test_error_of_a_layer_without_a_tensor(result: object) -> None:
         HyperConnection(Layer(), D)(torch.zeros(B, S, N, D))
 
 
+def test_error_of_a_layer_with_another_dtype() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.bfloat16()
+
+    with pytest.raises(ValueError, match="layer must return the dtype of its input, float32, got bfloat16"):
+        HyperConnection(Layer(), D)(torch.zeros(B, S, N, D))
+
+
 def test_streams_learn_what_one_cannot() -> None:
     """The input of the first layer and a later result must both be kept: the gates learn to keep the streams apart."""
     torch.manual_seed(0)
