@@ -306,7 +306,7 @@ def indexer_loss(
     loss: Tensor
     loss, _ = torch.ops.dsa.indexer_loss.default(*rows)
     if reduction == "none":
-        return loss.view(scores.shape[:-1])
+        return loss.view(scores.shape[:-1]).clone()  # the gradient needs the loss; others may change it in place
     if reduction == "sum":
         return loss.sum()
     return _mean(loss.sum(), loss.shape[0], row_weights)
@@ -378,7 +378,7 @@ def indexer_dense_loss(
         ends,
         deterministic=deterministic,
     )[0]
-    return loss if reduction == "sum" else _mean(loss, q.shape[0], row_weights)
+    return loss.clone() if reduction == "sum" else _mean(loss, q.shape[0], row_weights)
 
 
 def _loss_rows(

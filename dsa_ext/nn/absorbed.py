@@ -23,7 +23,13 @@ from dsa_ext.nn.expanded import NONE, Attended, Expanded, fits
 from dsa_ext.nn.heads import multiply, weight_gradient
 from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
 from dsa_ext.nn.plain import plain_attention
-from dsa_ext.ops._library import as_autocast, is_transformed, not_differentiable_again, refuse_batched_gradients
+from dsa_ext.ops._library import (
+    as_autocast,
+    is_transformed,
+    not_differentiable_again,
+    refuse_batched_gradients,
+    without_autocast,
+)
 
 #: Most bytes of absorbed queries at a time; 7281 queries of 128 heads in bf16.
 _BYTES = 2**30
@@ -185,7 +191,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # checkpointing gives them once
         dloss = others[-1]
         refuse_batched_gradients("SparseMLA", dout, dloss)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(saved[0]):
             gradients = _gradients(ctx, dout, dloss, saved)
         given = [t for t in (dout, dloss) if t is not None]
         gradients = not_differentiable_again("sparse_mla_bwd", gradients, *given, *saved)

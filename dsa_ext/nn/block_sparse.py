@@ -45,11 +45,12 @@ class BlockSizes:
         ):
             raise ValueError(f"{error} {numbers.tolist()}")
         device = torch.get_default_device() if device is None else device
-        filled = whole.nonzero()[:, 0]
         self.count = len(numbers)
-        self.sizes = whole.int().to(device)  # int32 [count]
-        #: Ids of the blocks that are not empty, int32; None if no block is empty.
-        self.filled = None if len(filled) == self.count else filled.int().to(device)
+        with torch.inference_mode(False):  # to be used in any mode
+            filled = whole.nonzero()[:, 0]
+            self.sizes = whole.int().to(device)  # int32 [count]
+            #: Ids of the blocks that are not empty, int32; None if no block is empty.
+            self.filled = None if len(filled) == self.count else filled.int().to(device)
 
 
 class BlockKVCache:
@@ -79,11 +80,12 @@ class BlockKVCache:
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"BlockKVCache: dtype must be a floating one, got {dtype_name(dtype)}")
         self.capacity, self.length = capacity, 0
-        # heads of the keys, then heads of the values
-        self._tokens, self._blocks = (
-            torch.empty(batch, length, 2 * kv_heads, head_dim, device=device, dtype=dtype)
-            for length in (capacity, capacity // BLOCK)
-        )
+        # heads of the keys, then heads of the values; to be used in any mode
+        with torch.inference_mode(False):
+            self._tokens, self._blocks = (
+                torch.empty(batch, length, 2 * kv_heads, head_dim, device=device, dtype=dtype)
+                for length in (capacity, capacity // BLOCK)
+            )
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, kv_pool: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from dsa_ext import functional
@@ -88,7 +89,8 @@ def expanded_rows(seq: int, topk: int, heads: int, nope: int, rope: int, v: int)
     the columns of sparse_mha four times `topk`, and more with less than 64 heads, which cost the absorbed form nearly
     as much as 64 (measured: bench/NOTES.md); else those that see no more keys than they select."""
     rows = topk * (2 + 128 // max(1, min(heads, 64))) if fits(nope, rope, v) else topk
-    return min(seq, rows, isqrt(MOST_PAIRS))
+    rows = min(rows, isqrt(MOST_PAIRS))
+    return seq if seq <= rows else rows  # no `min`: of a length that is not known yet, it would remain an expression
 
 
 def expanded_queries(
@@ -110,12 +112,12 @@ def expanded_queries(
         longest: then, if it is known, the most keys up to its own that a query may see.
         causal: then, whether it is known that no query sees a later key than its own.
     """
+    if not fits(nope, rope, v) and (bounded or is_compiling()):
+        return NONE
     sizes = topk, heads, nope, rope, v
     first = expanded_rows(seq, *sizes)
     if not bounded:
         return Expanded(first, first)
-    if not fits(nope, rope, v):
-        return NONE
     if not causal:
         return Expanded(seq, seq, causal=False) if first == seq else NONE
     if first < seq and longest is not None and 0 < longest == expanded_rows(longest, *sizes):

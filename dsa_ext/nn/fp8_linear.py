@@ -88,6 +88,8 @@ class FP8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [..., in_features], bf16 or fp32, to [..., out_features], bf16."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"FP8Linear: x must be a tensor, got {type(x).__name__}")
         if torch.is_grad_enabled() and x.requires_grad:
             raise ValueError("FP8Linear: it has no gradients, call under torch.no_grad()")
         if x.shape[-1:] != (self.in_features,):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from dsa_ext.ops._library import is_transformed, refuse_batched_gradients
+from dsa_ext.ops._library import is_transformed, refuse_batched_gradients, without_autocast
 
 
 def multiply(out: Tensor, x: Tensor, weights: Tensor) -> None:
@@ -35,8 +35,9 @@ class _MultiplyHeads(torch.autograd.Function):
         refuse_batched_gradients("SparseMLA", dout)
         x, weights = ctx.saved_tensors
         dx = x.new_empty(x.shape)
-        multiply(dx.flatten(0, 1), dout.flatten(0, 1), weights.mT)
-        return dx, weight_gradient(x.flatten(0, 1), dout.flatten(0, 1))
+        with without_autocast(x):
+            multiply(dx.flatten(0, 1), dout.flatten(0, 1), weights.mT)
+            return dx, weight_gradient(x.flatten(0, 1), dout.flatten(0, 1))
 
 
 def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dsa_ext import functional
 from dsa_ext.ops._checks import check_sizes, describe, dtype_name
-from dsa_ext.ops._library import check_input
+from dsa_ext.ops._library import autocast_dtype, check_input
 from dsa_ext.ops.mhc import STREAMS
 from dsa_ext.reference.mhc import split
 from dsa_ext.reference.numerics import compute_dtype
@@ -108,7 +108,7 @@ class HyperConnection(nn.Module):
         if not isinstance(y, Tensor):
             got = type(y).__name__
             raise TypeError(f"HyperConnection: layer must return a tensor, or a tuple that begins with one, got {got}")
-        if y.dtype != h_in.dtype and not torch.is_autocast_enabled(x.device.type):
+        if y.dtype != h_in.dtype and autocast_dtype(x) is None:
             wanted = dtype_name(h_in.dtype)
             raise ValueError(f"HyperConnection: layer must return the dtype of its input, {wanted}, got {describe(y)}")
         out = functional.mhc_post(x, y, h_post, h_res, self.iterations)

@@ -207,7 +207,7 @@ def _select_within(
     precision: Literal["fp8", "bf16"],
 ) -> Tensor:
     """select_keys with bounds within the sequence, and the last key of each query, -1 if it has none."""
-    batch = len(tensors.k)
+    batch = tensors.k.shape[0]
     selected, scales = as_selected(tensors, precision)
     q, k, weights = (t.flatten(0, 1) for t in selected)
     k_scale = None if scales is None else scales.flatten()
@@ -225,14 +225,14 @@ def _with_last_key(ids: Tensor, last: Tensor) -> Tensor:
     """The selected ids [B, S, K], where those of a query that has selected none begin with its last key: `last` [B, S],
     int32, -1 if it has no keys."""
     first = ids[..., 0]
-    ids[..., 0] = torch.where(first < 0, last, first)
-    return ids
+    # Not in place: selective checkpointing may keep what the operator has returned.
+    return torch.cat([torch.where(first < 0, last, first)[..., None], ids[..., 1:]], dim=-1)
 
 
 def scores_of_keys(tensors: IndexerTensors, ids: Tensor, deterministic: bool = False) -> Tensor:
     """Scores of the listed keys [B, S, K], -inf where an id is not one of the sequence's T keys. Differentiable."""
     q, k, weights = (t.flatten(0, 1) for t in tensors)
-    if len(tensors.k) > 1:
+    if tensors.k.shape[0] > 1:
         # An id of T or more would be a key of the next sequence.
         ids = torch.where((ids >= 0) & (ids < tensors.k.shape[1]), ids + _first_keys(tensors)[..., None], -1)
     return functional.indexer_scores(q, k, weights, ids.flatten(0, 1), deterministic=deterministic).view(ids.shape)

@@ -39,8 +39,9 @@ class Yarn:
 
     def __post_init__(self) -> None:
         for name in ("factor", "original_positions", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"Yarn: {name} must be finite, got {getattr(self, name)}")
+            number = getattr(self, name)
+            if not isinstance(number, (int, float)) or not math.isfinite(number):
+                raise ValueError(f"Yarn: {name} must be a finite number, got {number!r}")
         if not self.factor >= 1:
             raise ValueError(f"Yarn: factor must be at least 1, got {self.factor}")
         for name in ("original_positions", "beta_fast", "beta_slow"):
@@ -155,11 +156,11 @@ def apply_rope(
             "interleaved": columns 2 i and 2 i + 1, as in DeepSeek's checkpoints. In the result it is always the former.
         yarn: slows the frequencies.
     """
-    if x.dim() < 3 or not x.is_floating_point():
+    if not isinstance(x, Tensor) or x.dim() < 3 or not x.is_floating_point():
         raise ValueError(f"apply_rope: x must be floating-point [B, S, ..., D], got {describe(x)}")
     columns = x.shape[-1] if columns is None else columns
-    if columns % 2 != 0 or not 0 <= columns <= x.shape[-1]:
-        raise ValueError(f"apply_rope: columns must be even, from 0 to D={x.shape[-1]}, got {columns}")
+    if not isinstance(columns, (int, torch.SymInt)) or columns % 2 != 0 or not 0 <= columns <= x.shape[-1]:
+        raise ValueError(f"apply_rope: columns must be even, from 0 to D={x.shape[-1]}, got {columns!r}")
     check_layout("apply_rope", "layout", layout)
     check_yarn("apply_rope", yarn, theta)
     check_positions("apply_rope", positions, x)

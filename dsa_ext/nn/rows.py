@@ -41,7 +41,7 @@ def rows_of(
             raise ValueError(f"SparseMLA: max_seqlen must be None without cu_seqlens, got {max_seqlen!r}")
         return Rows(placed(row if positions is None else positions), None)
     is_list = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32
-    if not is_list or len(cu_seqlens) < 2 or x.shape[0] != 1:
+    if not is_list or cu_seqlens.shape[0] < 2 or x.shape[0] != 1:
         expected = "must be int32 [number of sequences + 1] with x [1, S, hidden_size]"
         raise ValueError(f"SparseMLA: cu_seqlens {expected}, got {describe(cu_seqlens)} with x {describe(x)}")
     if cu_seqlens.device != x.device:

@@ -126,6 +126,8 @@ class SparseMLA(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, eps=1e-6, device=device, dtype=dtype)
         self.kv_b_proj = projection(kv_lora_rank, heads * (nope_dim + v_dim))
         self.o_proj = projection(heads * v_dim, hidden_size)
+        if indexer is not None and not isinstance(indexer, dict):
+            raise TypeError(f"SparseMLA: indexer must be a dict of arguments, got {type(indexer).__name__}")
         options = {"rope_theta": rope_theta, "yarn": yarn, "device": device, "dtype": dtype, **(indexer or {})}
         self.indexer = LightningIndexer(hidden_size, q_lora_rank, **options)
         self.indexer.check_topk(topk)

@@ -2,6 +2,7 @@
 deterministic switch and autocast."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -181,14 +182,19 @@ def as_autocast(tensor: Any) -> Any:
     """What autocast, if it is enabled, passes to an operator in place of a tensor that it casts."""
     if tensor is None or tensor.dtype not in _AUTOCAST_DTYPES:
         return tensor
-    return tensor.bfloat16() if _autocast_dtype(tensor) == torch.bfloat16 else tensor
+    return tensor.bfloat16() if autocast_dtype(tensor) == torch.bfloat16 else tensor
 
 
-def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """That of autocast on the tensor's device; None if it is not enabled there."""
     device = tensor.device.type
     is_enabled = device in ("cuda", "cpu") and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_enabled else None
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """For gradients: what the forward has saved is cast, and autocast may have been enabled since."""
+    return nullcontext() if autocast_dtype(tensor) is None else torch.autocast(tensor.device.type, enabled=False)
 
 
 def check_input(module: str, x: Any, weight: Tensor | None, columns: int | None = None, name: str = "x") -> None:
@@ -200,7 +206,7 @@ def check_input(module: str, x: Any, weight: Tensor | None, columns: int | None 
     if not isinstance(x, Tensor) or (columns is not None and (x.dim() != 3 or x.shape[2] != columns)):
         expected = "a tensor" if columns is None else f"[B, S, {columns}]"
         raise ValueError(f"{module}: {name} must be {expected}, got {describe(x)}")
-    dtype = _autocast_dtype(x)
+    dtype = autocast_dtype(x)
     if dtype not in (None, torch.bfloat16):
         raise RuntimeError(f"{module}: autocast must use bfloat16, got {dtype_name(dtype)}")
     if weight is None:

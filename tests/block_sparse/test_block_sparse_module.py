@@ -159,6 +159,18 @@ def test_a_block_that_runs_again() -> None:
             cache.truncate(length)
 
 
+def test_what_is_made_in_inference_mode_is_used_in_others() -> None:
+    layer, x = make_layer(), make_input(2 * BLOCK)
+    with torch.inference_mode():
+        cache, sizes = layer.make_cache(2, 2 * BLOCK), BlockSizes(torch.tensor([BLOCK, 10], dtype=torch.int32))
+        expected = layer(x, sizes)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, cache=cache), layer(x))
+    out = layer(x, sizes)
+    torch.testing.assert_close(out, expected)
+    out.sum().backward()
+
+
 def test_memory_of_a_cache_stays_where_it_is() -> None:
     layer, x = make_layer(), make_input(2 * BLOCK)
     with torch.no_grad():

@@ -70,6 +70,12 @@ def test_error_of_another_width(shape: tuple[int, ...]) -> None:
         layer(torch.zeros(shape))
 
 
+@pytest.mark.parametrize("x", [None, [1.0]])
+def test_error_of_no_tensor(x: object) -> None:
+    with pytest.raises(TypeError, match=f"FP8Linear: x must be a tensor, got {type(x).__name__}"):
+        FP8Linear(torch.nn.Linear(256, 128))(x)
+
+
 def test_error_of_a_converted_layer() -> None:
     with pytest.raises(TypeError, match=r"linear must be an nn.Linear, got dsa_ext.nn.fp8_linear.FP8Linear"):
         FP8Linear(FP8Linear(torch.nn.Linear(128, 128)))  # type: ignore[arg-type]

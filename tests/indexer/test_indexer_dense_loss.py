@@ -67,6 +67,16 @@ def test_value_and_gradients(
         torch.testing.assert_close(dsa_ext.indexer_dense_loss(**args, **options), expected)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_loss_may_be_scaled_in_place(reduction: Any) -> None:
+    args = arguments(53)
+    leaves = leaves_of(args)
+    expected = torch.autograd.grad(3 * dsa_ext.indexer_dense_loss(**args, reduction=reduction), leaves)
+    loss = dsa_ext.indexer_dense_loss(**args, reduction=reduction)
+    loss *= 3
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), expected)
+
+
 @pytest.mark.parametrize("name", ["q", "weights", "main_q", "lse"])
 def test_rows_of_weight_0_may_hold_nan(name: str) -> None:
     row_weights = (torch.arange(S) % 3).double()

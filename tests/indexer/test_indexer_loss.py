@@ -114,6 +114,16 @@ def test_kl_div(with_valid: bool, with_weights: bool, reduction: Any) -> None:
     torch.testing.assert_close(got, wanted.masked_fill(~counts, 0))
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_loss_may_be_scaled_in_place(reduction: Any) -> None:
+    scores, p = torch.randn(5, 7).requires_grad_(), torch.rand(5, 7)
+    (expected,) = torch.autograd.grad(3 * dsa_ext.indexer_loss(scores, p, reduction=reduction).sum(), scores)
+    loss = dsa_ext.indexer_loss(scores, p, reduction=reduction)
+    loss *= 3
+    loss.sum().backward()
+    torch.testing.assert_close(scores.grad, expected)
+
+
 def test_rows_without_a_slot_or_a_teacher() -> None:
     scores = torch.tensor([[-math.inf] * 3, [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]).requires_grad_()
     p = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])

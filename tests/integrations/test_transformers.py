@@ -285,6 +285,16 @@ def both_but_one(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     return plain, ours
 
 
+def test_error_of_several_models() -> None:
+    """Their layers have the same numbers, by which losses and recorded selections are kept."""
+    policy_and_reference = nn.ModuleDict({"policy": make_model(), "reference": make_model()})
+    with pytest.raises(ValueError, match="enable: ModuleDict contains several models: enable each of them"):
+        integration.enable(policy_and_reference)  # type: ignore[arg-type]
+    handles = [integration.enable(model) for model in policy_and_reference.values()]
+    for handle in handles:
+        handle.disable()
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match="enable: indexer must be 'bf16' or 'fp8', got 'int8'"):
         integration.enable(make_model(), indexer="int8")  # type: ignore[arg-type]

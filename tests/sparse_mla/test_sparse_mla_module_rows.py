@@ -143,17 +143,6 @@ def test_compiled_for_other_lengths(
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-def test_export(gradients: bool) -> None:
-    """With a length that is dynamic below the limit of the expanded form, here 136."""
-    layer, dynamic = make_layer(**COLUMNS), torch.export.Dim("S", min=2, max=136)
-    with torch.set_grad_enabled(gradients):
-        exported = torch.export.export(layer, (make_input(2, 18),), dynamic_shapes=({1: dynamic},)).module()
-        for seq in (18, 30, 136):
-            x = make_input(2, seq)
-            torch.testing.assert_close(exported(x)[0], layer(x).out, rtol=1e-4, atol=1e-5)
-
-
 def test_compiled_for_other_max_seqlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/nn.md: again when it becomes dynamic, and where it is beyond the limit of the expanded form."""
     set_expanded_rows(monkeypatch, 12)
@@ -322,8 +311,16 @@ def test_errors() -> None:
     for wrong in ({"original_positions": 0}, {"beta_fast": 0.0}, {"beta_slow": -1.0}):
         with pytest.raises(ValueError, match=f"Yarn: {next(iter(wrong))} must be positive, got"):
             Yarn(40.0, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Yarn: mscale must be finite, got nan"):
+    with pytest.raises(ValueError, match="Yarn: mscale must be a finite number, got nan"):
         Yarn(40.0, mscale=float("nan"))
+    with pytest.raises(ValueError, match="Yarn: factor must be a finite number, got '40'"):
+        Yarn("40")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="SparseMLA: indexer must be a dict of arguments, got list"):
+        SparseMLA(HIDDEN, HEADS, indexer=[16])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"apply_rope: x must be floating-point \[B, S, ..., D\], got None"):
+        apply_rope(None, torch.arange(9))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="apply_rope: columns must be even, from 0 to D=48, got 'a'"):
+        apply_rope(x, torch.arange(9), columns="a")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Yarn: beta_fast must be at least beta_slow=1\.0, got 0\.5"):
         Yarn(40.0, beta_fast=0.5)
     with pytest.raises(ValueError, match=r"SparseMLA: the base .* must be greater than 1 with yarn, got 1\.0"):

@@ -140,8 +140,8 @@ def enable(
         a handle that restores the model. In a `with` statement it does so at the end of the block.
 
     Raises:
-        ValueError: there is no such layer, the model is enabled already or was made after `register`, or `strict` and a
-            layer does not fit; the message says why.
+        ValueError: there is no such layer, `model` contains several models, it is enabled already or was made after
+            `register`, or `strict` and a layer does not fit; the message says why.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"enable: model must be a model of transformers, got {type(model).__name__}")
@@ -163,6 +163,8 @@ def enable(
         raise ValueError(f"enable: {text}")
     if not layers:
         raise ValueError(f"enable: {type(model).__name__} has no layer of DeepseekV32 or GlmMoeDsa")
+    if len({layer.layer_idx for layer in layers.values()}) < len(layers):
+        raise ValueError(f"enable: {type(model).__name__} contains several models: enable each of them")
     reasons = {name: reason for name, layer in layers.items() if (reason := misfit(layer)) is not None}
     if reasons and strict:
         raise ValueError("enable: these layers do not fit:\n" + "\n".join(f"{n}: {r}" for n, r in reasons.items()))
