@@ -50,8 +50,10 @@ def actual(name: str) -> Arguments:
         return [
             (a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty) for a in schema.arguments
         ]
-    found: Any = dsa_ext if path else dsa_ext.nn
-    for part in [*path[1:], last]:
+    # Names without a module are those of modules, and their methods.
+    is_function = path[:1] == ["dsa_ext"]
+    found: Any = dsa_ext if is_function else dsa_ext.nn
+    for part in [*path[is_function:], last]:
         found = getattr(found, part)
     return [(p.name, p.default) for p in inspect.signature(found).parameters.values()]
 
