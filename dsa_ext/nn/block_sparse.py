@@ -265,9 +265,9 @@ class BlockSparseAttention(nn.Module):
             sizes: number of valid tokens per block, int32 [J]; their sums are scaled by 64 / size. The other tokens
                 must be finite. All are valid by default.
         """
-        if k.shape[2] % BLOCK != 0 or v.shape[2] != k.shape[2]:
-            got = f"{k.shape[2]} keys and {v.shape[2]} values"
-            raise ValueError(f"BlockSparseAttention: pool takes whole blocks of {BLOCK} tokens, got {got}")
+        if k.dim() != 4 or k.shape[2] % BLOCK != 0 or v.shape != k.shape:
+            expected = f"pool takes k and v [B, Hkv, {BLOCK} * J, D], whole blocks of {BLOCK} tokens"
+            raise ValueError(f"BlockSparseAttention: {expected}, got {list(k.shape)} and {list(v.shape)}")
         k_pool, v_pool = self.kv_pool.chunk(2)
         return pool_blocks(k, k_pool, sizes), pool_blocks(v, v_pool, sizes)
 

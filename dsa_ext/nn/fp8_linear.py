@@ -39,8 +39,8 @@ class FP8Linear(nn.Module):
         if not linear.weight.is_floating_point():
             raise ValueError(f"FP8Linear: the weight must be floating-point, got {describe(linear.weight)}")
         if linear.weight.itemsize == 1:  # its scales would be lost
-            got = describe(linear.weight)
-            raise ValueError(f"FP8Linear: the weight must not be quantized yet, use from_quantized for {got}")
+            hint = ": use from_quantized" if linear.weight.dtype == torch.float8_e4m3fn else ""
+            raise ValueError(f"FP8Linear: the weight must not be quantized yet, got {describe(linear.weight)}{hint}")
         check_sizes("FP8Linear", in_features=linear.in_features, out_features=linear.out_features)
         self._set(*functional.prepare_weight(linear.weight.float(), round_scale), linear.bias, round_scale)
 
@@ -49,7 +49,7 @@ class FP8Linear(nn.Module):
         cls, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, round_scale: bool = False
     ) -> "FP8Linear":
         """From a weight that is quantized already, as in checkpoints of DeepSeek-V3: there `weight_scale` is called
-        `weight_scale_inv`, and is also what a block is multiplied by.
+        `weight_scale_inv`, and is also what a block is multiplied by. A contiguous weight is not copied.
 
         Args:
             weight: [out_features, in_features], float8_e4m3fn, in_features a multiple of 128.
@@ -58,15 +58,23 @@ class FP8Linear(nn.Module):
             bias: [out_features].
             round_scale: whether the scales of the input are powers of two.
         """
+        for name, tensor in (("weight", weight), ("weight_scale", weight_scale), ("bias", bias)):
+            if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
+                raise TypeError(f"FP8Linear: {name} must be a tensor, got {type(tensor).__name__}")
+            if tensor is not None and tensor.device != weight.device:
+                raise ValueError(
+                    f"FP8Linear: {name} must be on the device of weight, {weight.device}, got {tensor.device}"
+                )
         if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or weight.shape[1] % BLOCK != 0:
             expected = f"float8_e4m3fn [out_features, multiple of {BLOCK}]"
             raise ValueError(f"FP8Linear: weight must be {expected}, got {describe(weight)}")
+        check_sizes("FP8Linear", out_features=weight.shape[0], in_features=weight.shape[1])
         shape = (-(-weight.shape[0] // BLOCK), weight.shape[1] // BLOCK)
         if weight_scale.dtype not in (torch.float32, torch.float8_e8m0fnu) or weight_scale.shape != shape:
             expected = f"float32 or float8_e8m0fnu {list(shape)}"
             raise ValueError(f"FP8Linear: weight_scale must be {expected}, got {describe(weight_scale)}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"FP8Linear: bias must be [{weight.shape[0]}], got {describe(bias)}")
+        if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+            raise ValueError(f"FP8Linear: bias must be floating-point [{weight.shape[0]}], got {describe(bias)}")
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._set(weight, weight_scale.float(), bias, round_scale)
@@ -75,9 +83,10 @@ class FP8Linear(nn.Module):
     def _set(self, weight: Tensor, scale: Tensor, bias: Tensor | None, round_scale: bool) -> None:
         self.out_features, self.in_features = weight.shape
         self.round_scale = round_scale
-        self.register_buffer("weight", weight.detach())
+        self.register_buffer("weight", weight.detach().contiguous())
         # With its padding: a view without it would lose the padding when it is copied to another device.
-        self.register_buffer("weight_scale", nn.functional.pad(scale.detach(), (0, -scale.shape[1] % _SCALE_COLUMNS)))
+        padded = nn.functional.pad(scale.detach(), (0, -scale.shape[1] % _SCALE_COLUMNS))
+        self.register_buffer("weight_scale", padded.contiguous())
         self.register_buffer("bias", None if bias is None else bias.detach().bfloat16())
 
     def extra_repr(self) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -40,7 +41,7 @@ class Yarn:
     def __post_init__(self) -> None:
         for name in ("factor", "original_positions", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             number = getattr(self, name)
-            if not isinstance(number, (int, float)) or not math.isfinite(number):
+            if not isinstance(number, Real) or not math.isfinite(number):
                 raise ValueError(f"Yarn: {name} must be a finite number, got {number!r}")
         if not self.factor >= 1:
             raise ValueError(f"Yarn: factor must be at least 1, got {self.factor}")

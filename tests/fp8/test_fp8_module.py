@@ -55,11 +55,19 @@ def test_errors_of_a_quantized_weight() -> None:
         FP8Linear.from_quantized(weight.float(), scale)
     with pytest.raises(ValueError, match=r"must be float32 or float8_e8m0fnu \[2, 2\], got float32 \[2, 1\]"):
         FP8Linear.from_quantized(weight, scale[:, :1])
-    with pytest.raises(ValueError, match=r"bias must be \[200\], got float32 \[256\]"):
+    with pytest.raises(ValueError, match=r"bias must be floating-point \[200\], got float32 \[256\]"):
         FP8Linear.from_quantized(weight, scale, torch.zeros(256))
+    with pytest.raises(TypeError, match="weight_scale must be a tensor, got list"):
+        FP8Linear.from_quantized(weight, scale.tolist())
+    with pytest.raises(ValueError, match="weight_scale must be on the device of weight, cpu, got meta"):
+        FP8Linear.from_quantized(weight, scale.to("meta"))
+    with pytest.raises(ValueError, match="out_features must be a positive int, got 0"):
+        FP8Linear.from_quantized(weight[:0], scale[:0])
+    other = FP8Linear.from_quantized(weight.t().contiguous().t(), scale)
+    assert other.weight.is_contiguous()
     linear = nn.Linear(256, 200, bias=False)
     linear.load_state_dict({"weight": weight}, assign=True)
-    with pytest.raises(ValueError, match=r"use from_quantized for float8_e4m3fn \[200, 256\]"):
+    with pytest.raises(ValueError, match=r"got float8_e4m3fn \[200, 256\]: use from_quantized"):
         FP8Linear(linear)
 
 
