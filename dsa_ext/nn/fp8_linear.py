@@ -58,13 +58,13 @@ class FP8Linear(nn.Module):
             bias: [out_features].
             round_scale: whether the scales of the input are powers of two.
         """
-        for name, tensor in (("weight", weight), ("weight_scale", weight_scale), ("bias", bias)):
-            if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
+        given = {"weight": weight, "weight_scale": weight_scale} | ({} if bias is None else {"bias": bias})
+        for name, tensor in given.items():
+            if not isinstance(tensor, Tensor):
                 raise TypeError(f"FP8Linear: {name} must be a tensor, got {type(tensor).__name__}")
-            if tensor is not None and tensor.device != weight.device:
-                raise ValueError(
-                    f"FP8Linear: {name} must be on the device of weight, {weight.device}, got {tensor.device}"
-                )
+            if tensor.device != weight.device:
+                expected = f"on the device of weight, {weight.device}"
+                raise ValueError(f"FP8Linear: {name} must be {expected}, got {tensor.device}")
         if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or weight.shape[1] % BLOCK != 0:
             expected = f"float8_e4m3fn [out_features, multiple of {BLOCK}]"
             raise ValueError(f"FP8Linear: weight must be {expected}, got {describe(weight)}")
