@@ -38,7 +38,7 @@ class Spec:
 
 def specs() -> Iterator[Spec]:
     for heads in (128, 64, 32, 16):
-        for batch, tokens in ((1, 1), (8, 1), (32, 1), (64, 1), (128, 1), (128, 2)):
+        for batch, tokens in ((1, 1), (2, 2), (8, 1), (32, 1), (64, 1), (64, 2), (128, 1), (128, 2)):
             yield Spec(f"fp8, {heads} heads", batch, tokens, heads)
     for batch in (1, 32, 128):
         yield Spec("fp8, 128 heads", batch, 1, 128, batch_invariant=True)

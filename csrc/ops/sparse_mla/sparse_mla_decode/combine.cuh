@@ -10,15 +10,21 @@
 
 namespace dsa::sparse_mla_decode {
 
-inline constexpr int kCombineThreads = 128;  // one (token, head) row per CTA; four columns per thread
+inline constexpr int kCombineThreads = kValueColumns / 4;  // of a group; a thread has four columns
 static_assert(kMaxSplits <= sm90::kWarpThreads, "a lane of each warp weights a part");
 
+// A CTA takes a row, that is a token and head. Its groups of threads take parts in turn, with their loads under way at
+// once. In parts of the wide kernel, columns are `paired`: of each 16, two of the first eight and the same two of the
+// last eight follow each other.
+//
 // Programmatic dependent launch (PDL): the CTAs wait for the parts.
-__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ KernelParams p) {
+template <int kGroups, bool kPaired>
+__global__ void __launch_bounds__(kGroups* kCombineThreads) combine_kernel(const __grid_constant__ KernelParams p) {
   const int64_t row = blockIdx.x;
-  const int column = threadIdx.x * 4, lane = threadIdx.x % sm90::kWarpThreads, splits = p.plan.splits;
-  const float* g_parts = p.partial_out + row * kValueColumns + column;
-  const int64_t part = p.rows * kValueColumns;
+  const int group = threadIdx.x / kCombineThreads, thread = threadIdx.x % kCombineThreads;
+  const int lane = threadIdx.x % sm90::kWarpThreads, splits = p.plan.splits;
+  const float4* g_parts = reinterpret_cast<const float4*>(p.partial_out + row * kValueColumns) + thread;
+  const int64_t part = p.rows * kCombineThreads;
   sm90::wait_for_preceding_kernel();
 
   // Each warp computes the weights of all parts, one per lane.
@@ -34,10 +40,20 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
 
   float4 out{0.f, 0.f, 0.f, 0.f};
 #pragma unroll 8
-  for (int i = 0; i < splits; ++i) {
+  for (int i = group; i < splits; i += kGroups) {
     const float w = __shfl_sync(~0u, weight, i);
-    const float4 v = __ldcg(reinterpret_cast<const float4*>(g_parts + i * part));
+    const float4 v = __ldcg(g_parts + i * part);
     out.x += w * v.x, out.y += w * v.y, out.z += w * v.z, out.w += w * v.w;
+  }
+  if constexpr (kGroups > 1) {
+    __shared__ float4 sums[kGroups - 1][kCombineThreads];
+    if (group > 0) sums[group - 1][thread] = out;
+    __syncthreads();
+    if (group > 0) return;
+    for (const auto& others : sums) {
+      const float4 v = others[thread];
+      out.x += v.x, out.y += v.y, out.z += v.z, out.w += v.w;
+    }
   }
   float denominator = sum;
   if (p.attn_sink != nullptr) {
@@ -46,9 +62,14 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   }
   const bool empty = sum == 0.f;
   const float scale = empty ? 0.f : 1.f / denominator;
-  auto* g_out = static_cast<Bf16*>(p.out) + row * kValueColumns;
-  *reinterpret_cast<uint2*>(g_out + column) = {pack_bf16(out.x * scale, out.y * scale),
-                                               pack_bf16(out.z * scale, out.w * scale)};
+  auto* g_out = reinterpret_cast<uint32_t*>(static_cast<Bf16*>(p.out) + row * kValueColumns);
+  const uint2 packed = {pack_bf16(out.x * scale, out.y * scale), pack_bf16(out.z * scale, out.w * scale)};
+  if constexpr (kPaired) {
+    uint32_t* g_pairs = g_out + thread / 4 * 8 + thread % 4;
+    g_pairs[0] = packed.x, g_pairs[4] = packed.y;
+  } else {
+    reinterpret_cast<uint2*>(g_out)[thread] = packed;
+  }
   if (threadIdx.x == 0) {
     p.lse[row] = empty ? p.empty_lse : tiles::log_of_sum(top, sm90::log2_fast(sum) * sm90::kLn2);
   }

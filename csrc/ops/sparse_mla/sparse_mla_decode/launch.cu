@@ -1,4 +1,6 @@
 // Launches the main kernel and, if keys are split, the kernel that combines the parts.
+#include <algorithm>
+
 #include "combine.cuh"
 #include "launches.h"
 #include "ops/sparse_mla/sparse_mla_fwd/params.h"
@@ -32,6 +34,22 @@ const char* launch_bf16(const Params& p, void* stream) {
   return sparse_mla_fwd::launch_paged(params, pages, p.plan.splits > 1 ? -INFINITY : p.empty_lse, stream);
 }
 
+// CTAs that start before the main kernel has ended gather on the SMs that it leaves free. If each of these has room for
+// its share of the rows, groups of threads share a row. If not, a CTA asks for so much shared memory that an SM takes
+// no more rows than when all SMs share them.
+template <bool kPaired>
+const char* launch_combine(const KernelParams& p, cudaStream_t stream) {
+  constexpr int kGroups = 4, kRoom = 2;                   // of a row; rows of an SM
+  constexpr int kSmBytes = 228 * 1024, kReserved = 1024;  // of an SM; of each CTA
+  const Grid grid(unsigned(p.rows), 1, /*programmatic=*/true);
+  if (p.rows <= kRoom * (p.num_sms - p.items)) {
+    return launch_kernel<combine_kernel<kGroups, kPaired>>(p.device, grid, kGroups * kCombineThreads, 0, stream, p);
+  }
+  const int64_t bytes = kSmBytes / ceil_div(p.rows, p.num_sms) - kReserved;
+  return launch_kernel<combine_kernel<1, kPaired>>(p.device, grid, kCombineThreads,
+                                                   std::min<int64_t>(bytes, kSharedBytesByDefault), stream, p);
+}
+
 }  // namespace
 
 const char* launch(const Params& params, void* stream) {
@@ -40,8 +58,8 @@ const char* launch(const Params& params, void* stream) {
   const bool is_narrow = p.plan.block_heads <= 32;
   const char* error = !p.is_packed ? launch_bf16(p, stream) : is_narrow ? launch_narrow(p, s) : launch_wide(p, s);
   if (error == nullptr && p.plan.splits > 1) {
-    const Grid grid(unsigned(p.rows), 1, /*programmatic=*/true);
-    error = launch_kernel<combine_kernel>(p.device, grid, kCombineThreads, 0, s, p);
+    const bool is_paired = p.is_packed && !is_narrow;
+    error = is_paired ? launch_combine<true>(p, s) : launch_combine<false>(p, s);
   }
   return error;
 }

@@ -21,10 +21,12 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Item& 
     const bool exists = row + 8 * r < item.heads_left(p);
     const int64_t out_row = item.first_row(p) + row + 8 * r;
     if (p.plan.splits > 1) {
+      // Two columns and those eight after them together, see combine.cuh: a quad of lanes writes 64 bytes.
       float* g_row = p.partial_out + (item.split * p.rows + out_row) * kPackedColumns + back * kHalfColumns;
+      auto* g_lane = reinterpret_cast<float4*>(g_row) + lane % 4;
 #pragma unroll
-      for (int i = 2 * r; i < cute::size(r_o); i += 4) {
-        if (exists) *reinterpret_cast<float2*>(g_row + column_of_value(i, lane)) = {r_o(i), r_o(i + 1)};
+      for (int i = 2 * r; i < cute::size(r_o); i += 8) {
+        if (exists) g_lane[i / 8 * 4] = {r_o(i), r_o(i + 1), r_o(i + 4), r_o(i + 5)};
       }
     } else {
       Bf16* g_row = static_cast<Bf16*>(p.out) + out_row * kPackedColumns + back * kHalfColumns;
