@@ -18,16 +18,21 @@ struct TileSource {
   const float* g_scales;
 };
 
+__device__ __forceinline__ int page_of(const KernelParams& p, int tile) {
+  const int tiles = page_tiles(p);
+  return tiles == 1 ? tile : tile / tiles;
+}
+
 // The block that holds a tile of a sequence, as the table has it.
-__device__ __forceinline__ int block_of(const Params& p, int sequence, int tile) {
+__device__ __forceinline__ int block_of(const KernelParams& p, int sequence, int tile) {
   if (p.block_table == nullptr) return 0;
-  return p.block_table[sequence * p.table_stride_b + tile / page_tiles(p) * p.table_stride_page];
+  return p.block_table[sequence * p.table_stride_b + page_of(p, tile) * p.table_stride_page];
 }
 
 template <class Element, Config kC>
-__device__ __forceinline__ TileSource source_of(const Params& p, int tile, int block) {
+__device__ __forceinline__ TileSource source_of(const KernelParams& p, int tile, int block) {
   const bool exists = static_cast<unsigned>(block) < static_cast<unsigned>(p.blocks);
-  const int tiles = page_tiles(p), page = tiles == 1 ? tile : tile / tiles, first = (tile - page * tiles) * kTileKeys;
+  const int page = page_of(p, tile), first = (tile - page * page_tiles(p)) * kTileKeys;
   const int first_key = page * p.page + first, end = first_key + min(kTileKeys, p.page - first);
   const float* g_scales = p.k_scale;
   if (kIsFp8<Element> && g_scales == nullptr) {
@@ -65,14 +70,14 @@ __device__ __forceinline__ void load_tile(SharedStorage<Element, kC>& shared, co
 
 // Loads the tiles of the CTA's run in turn with the other feeding warps. Run by one warp.
 template <class Element, Config kC>
-__device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const Params& p, const CUtensorMap& k_map,
-                                     int feeder) {
+__device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const KernelParams& p,
+                                     const CUtensorMap& k_map, int feeder) {
   constexpr int kOwnStages = kC.stages() / kFeeders;
   const int lane = threadIdx.x % 32;
   Ring<kC.stages()> ring;
   ring.advance(feeder);
   int turn = feeder;  // tiles of the sequence before this warp's first
-  walk(shared.plan.run, p, [&](const Sequence& sequence) {
+  walk(p, [&](const Sequence& sequence) {
     const int end = sequence.end_tile;
     // As many tiles as the warp has stages are looked up at a time, each by a lane, and loaded one after the other.
     const auto look_up = [&](int tile) {

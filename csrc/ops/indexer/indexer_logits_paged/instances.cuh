@@ -31,7 +31,7 @@ const char* launch_config(const Params& p, cudaStream_t stream) {
   static_assert(kBytes <= kMaxSharedBytes);
   const Grid grid(unsigned(p.num_sms), 1, /*programmatic=*/true);
   return launch_kernel<indexer_logits_paged_kernel<Element, kRowBytes, kHeads, kPassRows, kMaxPasses>>(
-      p.device, grid, kC.threads(), kBytes, stream, p, q_map, k_map);
+      p.device, grid, kC.threads(), kBytes, stream, KernelParams(p), q_map, k_map);
 }
 
 template <class Element, int kRowBytes, int kHeads>

@@ -44,18 +44,18 @@ using namespace dsa::tiles;
 
 // Passes over the rows of Q of a sequence.
 template <Config kC>
-__device__ __forceinline__ int passes_of(const Params& p) {
+__device__ __forceinline__ int passes_of(const KernelParams& p) {
   return kC.max_passes == 1 ? 1 : (p.queries * kC.heads + kC.pass_rows - 1) / kC.pass_rows;
 }
 
 // Loads Q of each sequence, its weights and what its queries see. Run by one warp.
 template <class Element, Config kC>
-__device__ __forceinline__ void load_queries(SharedStorage<Element, kC>& shared, const Params& p,
+__device__ __forceinline__ void load_queries(SharedStorage<Element, kC>& shared, const KernelParams& p,
                                              const CUtensorMap& q_map) {
   constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element);
   const int lane = threadIdx.x % 32, passes = passes_of<kC>(p);
   Ring<kC.q_slots()> ring;
-  walk(shared.plan.run, p, [&](const Sequence& sequence) {
+  walk(p, [&](const Sequence& sequence) {
     const int slot = ring.slot;
     wait(&shared.q_empty[slot], ring.parity ^ 1);
     if (lane == 0) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_queries(SharedStorage<Element, kC>& shared,
 
 // Writes -inf to the columns before the first tile of each sequence and after the last one, and the bounds of the
 // queries where these are wanted. Run by one warp.
-__device__ __forceinline__ void clean(const Params& p) {
+__device__ __forceinline__ void clean(const KernelParams& p) {
   const int lane = threadIdx.x % 32;
   const int64_t rows = int64_t{p.batch} * p.queries, first = int64_t{blockIdx.x} * 32 + lane;
   for (int64_t row = first; p.bounds != nullptr && row < rows; row += gridDim.x * 32) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void clean(const Params& p) {
 
 // Multiplies keys and sums over heads. `thread` is in [0, kC.math_threads()).
 template <class Element, Config kC>
-__device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, const Params& p, int thread) {
+__device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, const KernelParams& p, int thread) {
   using namespace cute;
   constexpr int kColumns = kC.row_bytes / sizeof(Element), kPassQueries = kC.pass_queries(), kQSlots = kC.q_slots();
   constexpr int kRows = kC.pass_rows, kWarpgroups = kC.math_warpgroups();
@@ -218,7 +218,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
 
 template <class Element, int kRowBytes, int kHeads, int kPassRows, int kMaxPasses>
 __global__ void __launch_bounds__(Config{kRowBytes, kHeads, kPassRows, kMaxPasses}.threads(), 1)
-    indexer_logits_paged_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
+    indexer_logits_paged_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map,
                                 const __grid_constant__ CUtensorMap k_map) {
   constexpr Config kC{kRowBytes, kHeads, kPassRows, kMaxPasses};
   extern __shared__ __align__(1024) char shared_bytes_[];
@@ -236,9 +236,9 @@ __global__ void __launch_bounds__(Config{kRowBytes, kHeads, kPassRows, kMaxPasse
     }
     fence_barrier_init();
   }
+  __syncthreads();
   launch_dependents();
   wait_for_preceding_kernel();
-  indexer_logits::find_run<false>(shared.plan, p.batch, [&](int sequence) { return extent_of(p, sequence).units(); });
 
   if (threadIdx.x < kC.math_threads()) {
     if constexpr (kC.moves_registers()) grow_registers<kMathRegisters>();

@@ -1,14 +1,23 @@
 // The sequences of a call: what their queries see, and which of their tiles a CTA takes.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include <climits>
 #include <cstdint>
 
 #include "config.h"
-#include "ops/indexer/indexer_logits/runs.cuh"
 #include "params.h"
+#include "sm90/warpgroup.cuh"
 
 namespace dsa::indexer_logits_paged {
+
+// Values derived from Params once, on the host.
+struct KernelParams : Params {
+  explicit KernelParams(const Params& params) : Params(params), page_keys(page), ctas(num_sms) {}
+
+  cutlass::FastDivmod page_keys, ctas;
+};
 
 // Tiles of a sequence that a CTA takes. Written by the query warp.
 struct alignas(16) Sequence {
@@ -26,12 +35,12 @@ struct alignas(8) KeyRun {
 };
 
 // How many keys a query sees.
-__device__ __forceinline__ int length_of(const Params& p, int sequence, int query) {
+__device__ __forceinline__ int length_of(const KernelParams& p, int sequence, int query) {
   const int length = max(0, p.context_lens[sequence * p.lens_stride_b + query * p.lens_stride_n]);
   return min(max(0, p.length_per_query ? length : length - p.queries + 1 + query), p.max_keys);
 }
 
-__device__ __forceinline__ KeyRun seen_by(const Params& p, int sequence, int query) {
+__device__ __forceinline__ KeyRun seen_by(const KernelParams& p, int sequence, int query) {
   const int begin = p.starts == nullptr ? 0 : max(0, p.starts[query * p.starts_stride]);
   return {begin, max(0, length_of(p, sequence, query) - begin)};
 }
@@ -45,9 +54,9 @@ struct Extent {
 };
 
 // Tiles of one page.
-__device__ __forceinline__ int page_tiles(const Params& p) { return (p.page + kTileKeys - 1) / kTileKeys; }
+__device__ __forceinline__ int page_tiles(const KernelParams& p) { return (p.page + kTileKeys - 1) / kTileKeys; }
 
-__device__ __forceinline__ Extent extent_of(const Params& p, int sequence) {
+__device__ __forceinline__ Extent extent_of(const KernelParams& p, int sequence) {
   int begin = INT_MAX, end = 0;
 #pragma unroll 1
   for (int query = p.length_per_query ? 0 : p.queries - 1; query < p.queries; ++query) {
@@ -55,21 +64,56 @@ __device__ __forceinline__ Extent extent_of(const Params& p, int sequence) {
     if (seen.count > 0) begin = min(begin, seen.begin), end = max(end, seen.begin + seen.count);
   }
   const int first_tile = end > 0 ? begin / kTileKeys : 0;  // with several pages, `begin` is 0
-  const int end_tile = end / p.page * page_tiles(p) + (end % p.page + kTileKeys - 1) / kTileKeys;
+  const int page = p.page_keys.div(end), in_page = end - page * p.page;
+  const int end_tile = page * page_tiles(p) + (in_page + kTileKeys - 1) / kTileKeys;
   return {end, first_tile, end_tile - first_tile};
 }
 
-// Calls `visit(sequence)` for each sequence of which a CTA's run has tiles.
+// What a CTA takes: `units` units, from unit `skip` of a sequence on. Their number fits in 32 bits, as long as the
+// logits fit in memory.
+struct Run {
+  int sequence, skip, units;
+  Extent extent;  // of the sequence
+};
+
+// Finds this CTA's run, an equal share. Called by all lanes of a warp, which needs no other one for it, so that its
+// first load is soon under way.
+__device__ __forceinline__ Run find_run(const KernelParams& p) {
+  const int lane = threadIdx.x % 32, lane_sequences = (p.batch + 31) / 32;
+  const int first = min(p.batch, lane * lane_sequences), end = min(p.batch, first + lane_sequences);
+  Extent extent{};
+  int mine = 0;
+  for (int i = first; i < end; ++i) extent = extent_of(p, i), mine += extent.units();
+  const int to_lane = static_cast<int>(sm90::sum_to_lane(mine)), all = __shfl_sync(~0u, to_lane, 31);
+  const int cta = static_cast<int>(blockIdx.x), share = p.ctas.div(all), longer = all - share * p.ctas.divisor;
+  const int begin = share * cta + min(cta, longer), units = share + (cta < longer);  // the first runs are one longer
+  if (units == 0) return {};
+
+  const int owner = __ffs(__ballot_sync(~0u, begin < to_lane)) - 1;  // the lane that has unit `begin`
+  int sequence = first, skip = begin - (to_lane - mine);
+  if (lane == owner && lane_sequences > 1) {
+    for (; sequence < end && skip >= (extent = extent_of(p, sequence)).units(); ++sequence) skip -= extent.units();
+  }
+  const auto from_owner = [&](int value) { return __shfl_sync(~0u, value, owner); };
+  return {from_owner(sequence),
+          from_owner(skip),
+          units,
+          {from_owner(extent.keys_end), from_owner(extent.first_tile), from_owner(extent.tiles)}};
+}
+
+// Calls `visit(sequence)` for each sequence of which this CTA's run has tiles. Called by all lanes of a warp.
 template <class Visit>
-__device__ __forceinline__ void walk(const indexer_logits::Run& run, const Params& p, Visit visit) {
-  int skip = run.skip;
-  int64_t left = run.units;
-  for (int index = run.item; left > 0 && index < p.batch; ++index, skip = 0) {
-    const Extent extent = extent_of(p, index);
-    const int end = static_cast<int>(min(int64_t{extent.units()}, skip + left));
+__device__ __forceinline__ void walk(const KernelParams& p, Visit visit) {
+  const Run run = find_run(p);
+  Extent extent = run.extent;
+  int index = run.sequence, skip = run.skip, left = run.units;
+  while (left > 0) {
+    const int end = min(extent.units(), skip + left), first = max(skip - 1, 0);
     left -= end - skip;
-    const int first = max(skip - 1, 0);
     if (first < end - 1) visit(Sequence{index, extent.first_tile + first, extent.first_tile + end - 1});
+    skip = 0;
+    if (++index == p.batch) return;
+    extent = extent_of(p, index);
   }
 }
 

@@ -25,7 +25,6 @@ struct SharedStorage {
   Tile tiles[kC.stages()];
   KeyRun seen[kC.q_slots()][kC.max_queries()];
   Sequence sequences[kC.q_slots()];
-  indexer_logits::RunStorage<kC.threads()> plan;  // items are sequences
   alignas(8) uint64_t q_full[kC.q_slots()], q_empty[kC.q_slots()], tile_full[kC.stages()], tile_empty[kC.stages()];
 };
 
