@@ -56,8 +56,7 @@ HEADLINES = (
         "sparse_mla_decode",
         "fp8_h128_b1_n1",
         "Decoding from an fp8 cache, one token, 128 heads, 2048 selected keys: **{us:.1f} µs** in a CUDA graph, "
-        "{ratio:.2f} times {peer}, measured in the same way without its planning kernel ({low:.2f} to {high:.2f}; less "
-        "for two tokens of each of two sequences, which the table does not have).",
+        "{ratio:.2f} times {peer}, measured in the same way without its planning kernel ({low:.2f} to {high:.2f}).",
     ),
     (
         "indexer_logits_paged",

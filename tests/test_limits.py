@@ -32,6 +32,11 @@ CASES: list[tuple[str, dict[str, dict[int, int]], str]] = [
         {"k": {0: MANY}, "dlogits": {1: MANY}},
         f"k {POSITIONS} rows, got bfloat16 [{MANY}, 64]",
     ),
+    (
+        "indexer_logits_paged",
+        {"weights": {0: 2**30}} | {name: {0: 2**29} for name in ("q", "context_lens", "block_table")},
+        f"q's sequences must have fewer than 2^31 - B tiles of up to 64 keys of a page, got {3 * 2**29}",
+    ),
     ("block_sparse_attn_fwd", {"q2k_index": {3: 2**20 + 1}}, f"{SLOTS} [1, 4, 2, {2**20 + 1}]"),
     ("block_sparse_attn_fwd", LONG, f"{SLOTS} [1, 4, {2**10}, {2**20}]"),
     (

@@ -1,6 +1,9 @@
 // dsa::indexer_logits_paged on CUDA: allocation and launch. Math: docs/indexer/indexer_logits_paged.md.
+#include <algorithm>
+#include <climits>
 #include <optional>
 
+#include "ops/indexer/indexer_logits_paged/config.h"
 #include "ops/indexer/paged_inputs.h"
 
 namespace dsa::indexer_logits_paged {
@@ -8,11 +11,20 @@ namespace {
 
 constexpr char kOp[] = "dsa::indexer_logits_paged";
 
+// The kernel counts tiles in 32 bits, and one more for each sequence.
+void check_tiles(const Tensor& k_cache, int64_t batch, int64_t columns) {
+  const int64_t page = std::max<int64_t>(1, k_cache.size(1)), page_tiles = (page + kTileKeys - 1) / kTileKeys;
+  const int64_t tiles = columns / page * page_tiles + (columns % page + kTileKeys - 1) / kTileKeys;
+  DSA_CHECK(batch * (tiles + 1) <= INT_MAX, kOp, ": q's sequences must have fewer than 2^31 - B tiles of up to ",
+            kTileKeys, " keys of a page, got ", batch * tiles);
+}
+
 Tensor indexer_logits_paged(Tensor q, Tensor k_cache, Tensor weights, Tensor context_lens, Tensor block_table,
                             std::optional<int64_t> max_len, bool clean) {
   const indexer::PagedScoring scoring{q, k_cache, weights, context_lens, block_table};
   indexer::check_paged_inputs(kOp, scoring);
   const int64_t batch = q.size(0), rows = batch * q.size(1), columns = indexer::check_columns(kOp, scoring, max_len);
+  check_tiles(k_cache, batch, columns);
   const DeviceCall call(kOp, "q", q);
 
   Tensor logits = empty_float_rows(rows, columns, call.index);

@@ -27,6 +27,15 @@ __global__ void __launch_bounds__(kGroups* kCombineThreads) combine_kernel(const
   const int64_t part = p.rows * kCombineThreads;
   sm90::wait_for_preceding_kernel();
 
+  // Parts are loaded a batch ahead, the first one while the weights are computed.
+  constexpr int kBatch = 4;
+  float4 next[kBatch];
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const int i = group + j * kGroups;
+    if (i < splits) next[j] = __ldcg(g_parts + i * part);
+  }
+
   // Each warp computes the weights of all parts, one per lane.
   const float lse = lane < splits ? __ldcg(p.partial_lse + lane * p.rows + row) : -INFINITY;
   float top = lse;
@@ -39,11 +48,16 @@ __global__ void __launch_bounds__(kGroups* kCombineThreads) combine_kernel(const
   const float sum = sm90::sum_of_warp(weight);
 
   float4 out{0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
-  for (int i = group; i < splits; i += kGroups) {
-    const float w = __shfl_sync(~0u, weight, i);
-    const float4 v = __ldcg(g_parts + i * part);
-    out.x += w * v.x, out.y += w * v.y, out.z += w * v.z, out.w += w * v.w;
+#pragma unroll 1
+  for (int first = group; first < splits; first += kBatch * kGroups) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + j * kGroups, later = i + kBatch * kGroups;
+      const float w = __shfl_sync(~0u, weight, i);  // i may be past the last part, and past the lanes
+      if (i >= splits) break;
+      out.x += w * next[j].x, out.y += w * next[j].y, out.z += w * next[j].z, out.w += w * next[j].w;
+      if (later < splits) next[j] = __ldcg(g_parts + later * part);
+    }
   }
   if constexpr (kGroups > 1) {
     __shared__ float4 sums[kGroups - 1][kCombineThreads];
