@@ -69,8 +69,8 @@ __device__ __forceinline__ Extent extent_of(const KernelParams& p, int sequence)
   return {end, first_tile, end_tile - first_tile};
 }
 
-// What a CTA takes: `units` units, from unit `skip` of a sequence on. Their number fits in 32 bits, as long as the
-// logits fit in memory.
+// What a CTA takes: `units` units, from unit `skip` of a sequence on. The operator checks that all units are fewer than
+// 2^31.
 struct Run {
   int sequence, skip, units;
   Extent extent;  // of the sequence
