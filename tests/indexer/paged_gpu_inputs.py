@@ -34,7 +34,9 @@ def with_lengths(inputs: PagedInputs, kind: str) -> PagedInputs:
         "random": integers(-2, held + 9, batch),
         "per query": integers(-2, held + 9, batch, queries),
         "edges": edges[torch.arange(batch * queries, device=DEVICE) % len(edges)].view(batch, queries),
+        "edges of sequences": edges[torch.arange(batch, device=DEVICE) % len(edges)],
         "one": (torch.arange(batch, device=DEVICE) % 7 == 3).int() * held,
+        "few": (torch.arange(batch, device=DEVICE) // 2 == batch // 4).int() * held,  # two in the middle
     }[kind]
     return replace(inputs, context_lens=lengths)
 

@@ -28,6 +28,7 @@ SIZES = [
     (3, 2, 150, 64, "random"),
     (2, 6, 1000, 64, "per query"),
     (13, 5, 200, 64, "edges"),
+    (13, 5, 200, 64, "edges of sequences"),
     (40, 1, 2100, 64, "one"),
     (3, 3, 300, 4, "random"),
     (4, 4, 700, 192, "per query"),
@@ -65,9 +66,9 @@ def test_numbers_of_queries(queries: int, dtype: torch.dtype) -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("batch", [1, 2, 31, 132, 133, 321, 700])
+@pytest.mark.parametrize("batch", [1, 2, 31, 33, 64, 127, 129, 132, 133, 321, 700, 1100])
 def test_batches(batch: int, dtype: torch.dtype) -> None:
-    for kind in ("random", "one", "all"):
+    for kind in ("random", "one", "few", "all"):
         for queries in (1, 6):
             assert_is_unpaged(with_lengths(make_paged(batch, queries, 200, dtype=dtype), kind))
         assert_is_unpaged(with_lengths(make_paged(batch, 2, 60, 8, 64, dtype=dtype), kind))
@@ -127,9 +128,10 @@ def test_columns(max_len: int, dtype: torch.dtype) -> None:
     assert same_bits(got[seen], expected[seen])
 
 
-def test_sequences_of_length_0() -> None:
-    inputs = make_paged(5, 2, 300)
-    logits = run(replace(inputs, context_lens=torch.zeros(5, dtype=torch.int32, device=DEVICE)))
+@pytest.mark.parametrize("batch", [5, 200])
+def test_sequences_of_length_0(batch: int) -> None:
+    inputs = make_paged(batch, 2, 300)
+    logits = run(replace(inputs, context_lens=torch.zeros(batch, dtype=torch.int32, device=DEVICE)))
     assert (logits == -math.inf).all()
 
 

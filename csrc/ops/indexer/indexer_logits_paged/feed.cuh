@@ -71,13 +71,13 @@ __device__ __forceinline__ void load_tile(SharedStorage<Element, kC>& shared, co
 // Loads the tiles of the CTA's run in turn with the other feeding warps. Run by one warp.
 template <class Element, Config kC>
 __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const KernelParams& p,
-                                     const CUtensorMap& k_map, int feeder) {
+                                     const CUtensorMap& k_map, const Run& run, int feeder) {
   constexpr int kOwnStages = kC.stages() / kFeeders;
   const int lane = threadIdx.x % 32;
   Ring<kC.stages()> ring;
   ring.advance(feeder);
   int turn = feeder;  // tiles of the sequence before this warp's first
-  walk(p, [&](const Sequence& sequence) {
+  walk(run, p, [&](const Sequence& sequence) {
     const int end = sequence.end_tile;
     // As many tiles as the warp has stages are looked up at a time, each by a lane, and loaded one after the other.
     const auto look_up = [&](int tile) {

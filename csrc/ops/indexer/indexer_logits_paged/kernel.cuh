@@ -51,11 +51,11 @@ __device__ __forceinline__ int passes_of(const KernelParams& p) {
 // Loads Q of each sequence, its weights and what its queries see. Run by one warp.
 template <class Element, Config kC>
 __device__ __forceinline__ void load_queries(SharedStorage<Element, kC>& shared, const KernelParams& p,
-                                             const CUtensorMap& q_map) {
+                                             const CUtensorMap& q_map, const Run& run) {
   constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element);
   const int lane = threadIdx.x % 32, passes = passes_of<kC>(p);
   Ring<kC.q_slots()> ring;
-  walk(p, [&](const Sequence& sequence) {
+  walk(run, p, [&](const Sequence& sequence) {
     const int slot = ring.slot;
     wait(&shared.q_empty[slot], ring.parity ^ 1);
     if (lane == 0) {
@@ -246,11 +246,12 @@ __global__ void __launch_bounds__(Config{kRowBytes, kHeads, kPassRows, kMaxPasse
     return;
   }
   if constexpr (kC.moves_registers()) shrink_registers<kSpareRegisters>();
-  const int warp = (threadIdx.x - kC.math_threads()) / 32;
+  const int thread = threadIdx.x - kC.math_threads(), warp = thread / 32;
+  const Run run = find_run(shared.plan, p, thread);
   if (warp < kFeeders) {
-    feed(shared, p, k_map, warp);
+    feed(shared, p, k_map, run, warp);
   } else {
-    load_queries(shared, p, q_map);
+    load_queries(shared, p, q_map, run);
     clean(p);
   }
 }

@@ -11,10 +11,9 @@ namespace {
 
 constexpr char kOp[] = "dsa::indexer_logits_paged";
 
-// The kernel counts tiles in 32 bits, and one more for each sequence.
-void check_tiles(const Tensor& k_cache, int64_t batch, int64_t columns) {
-  const int64_t page = std::max<int64_t>(1, k_cache.size(1)), page_tiles = (page + kTileKeys - 1) / kTileKeys;
-  const int64_t tiles = columns / page * page_tiles + (columns % page + kTileKeys - 1) / kTileKeys;
+// The kernel counts tiles in 32 bits, and one more for each sequence. `keys`: that a sequence can have.
+void check_tiles(int64_t batch, int64_t keys, int64_t page) {
+  const int64_t tiles = keys / page * ((page + kTileKeys - 1) / kTileKeys) + (keys % page + kTileKeys - 1) / kTileKeys;
   DSA_CHECK(batch * (tiles + 1) <= INT_MAX, kOp, ": q's sequences must have fewer than 2^31 - B tiles of up to ",
             kTileKeys, " keys of a page, got ", batch * tiles);
 }
@@ -24,7 +23,8 @@ Tensor indexer_logits_paged(Tensor q, Tensor k_cache, Tensor weights, Tensor con
   const indexer::PagedScoring scoring{q, k_cache, weights, context_lens, block_table};
   indexer::check_paged_inputs(kOp, scoring);
   const int64_t batch = q.size(0), rows = batch * q.size(1), columns = indexer::check_columns(kOp, scoring, max_len);
-  check_tiles(k_cache, batch, columns);
+  const int64_t page = std::max<int64_t>(1, k_cache.size(1));
+  check_tiles(batch, std::min(columns, block_table.size(1) * page), page);
   const DeviceCall call(kOp, "q", q);
 
   Tensor logits = empty_float_rows(rows, columns, call.index);

@@ -12,6 +12,10 @@
 
 namespace dsa::indexer_logits_paged {
 
+using sm90::kWarpgroupThreads, sm90::kWarpsPerWarpgroup, sm90::kWarpThreads, sm90::sum_to_lane, sm90::sync_warpgroup;
+
+inline constexpr int kRunBarrier = 1;  // 0 is __syncthreads
+
 // Values derived from Params once, on the host.
 struct KernelParams : Params {
   explicit KernelParams(const Params& params) : Params(params), page_keys(page), ctas(num_sms) {}
@@ -76,35 +80,51 @@ struct Run {
   Extent extent;  // of the sequence
 };
 
-// Finds this CTA's run, an equal share. Called by all lanes of a warp, which needs no other one for it, so that its
-// first load is soon under way.
-__device__ __forceinline__ Run find_run(const KernelParams& p) {
-  const int lane = threadIdx.x % 32, lane_sequences = (p.batch + 31) / 32;
-  const int first = min(p.batch, lane * lane_sequences), end = min(p.batch, first + lane_sequences);
+struct RunStorage {
+  alignas(16) int warp_units[kWarpsPerWarpgroup];
+  Run run;
+};
+
+// Finds this CTA's run, an equal share of all units. Called by the threads of the warpgroup that loads; the others need
+// not wait for it.
+__device__ __forceinline__ Run find_run(RunStorage& shared, const KernelParams& p, int thread) {
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, cta = static_cast<int>(blockIdx.x);
+  const int thread_sequences = (p.batch + kWarpgroupThreads - 1) / kWarpgroupThreads;
+  const int first = min(p.batch, thread * thread_sequences), end = min(p.batch, first + thread_sequences);
   Extent extent{};
   int mine = 0;
   for (int i = first; i < end; ++i) extent = extent_of(p, i), mine += extent.units();
-  const int to_lane = static_cast<int>(sm90::sum_to_lane(mine)), all = __shfl_sync(~0u, to_lane, 31);
-  const int cta = static_cast<int>(blockIdx.x), share = p.ctas.div(all), longer = all - share * p.ctas.divisor;
-  const int begin = share * cta + min(cta, longer), units = share + (cta < longer);  // the first runs are one longer
-  if (units == 0) return {};
-
-  const int owner = __ffs(__ballot_sync(~0u, begin < to_lane)) - 1;  // the lane that has unit `begin`
-  int sequence = first, skip = begin - (to_lane - mine);
-  if (lane == owner && lane_sequences > 1) {
-    for (; sequence < end && skip >= (extent = extent_of(p, sequence)).units(); ++sequence) skip -= extent.units();
+  int before = static_cast<int>(sum_to_lane(mine)) - mine;
+  if (lane == kWarpThreads - 1) shared.warp_units[warp] = before + mine;
+  sync_warpgroup<kRunBarrier>();
+  int all = 0;
+#pragma unroll
+  for (int w = 0; w < kWarpsPerWarpgroup; ++w) {
+    before += w < warp ? shared.warp_units[w] : 0;
+    all += shared.warp_units[w];
   }
-  const auto from_owner = [&](int value) { return __shfl_sync(~0u, value, owner); };
-  return {from_owner(sequence),
-          from_owner(skip),
-          units,
-          {from_owner(extent.keys_end), from_owner(extent.first_tile), from_owner(extent.tiles)}};
+  const int share = p.ctas.div(all), longer = all - share * p.ctas.divisor;
+  const int units = share + (cta < longer);  // the first runs are one longer
+  int skip = share * cta + min(cta, longer) - before;
+  if (thread == 0) shared.run.units = units;
+  if (units > 0 && skip >= 0 && skip < mine) {  // the run begins in one of this thread's sequences
+    int sequence = first;
+    if (thread_sequences > 1) {
+      for (extent = extent_of(p, sequence); skip >= extent.units() && sequence + 1 < end;
+           extent = extent_of(p, sequence)) {
+        skip -= extent.units();
+        ++sequence;
+      }
+    }
+    shared.run.sequence = sequence, shared.run.skip = skip, shared.run.extent = extent;
+  }
+  sync_warpgroup<kRunBarrier>();
+  return shared.run;
 }
 
-// Calls `visit(sequence)` for each sequence of which this CTA's run has tiles. Called by all lanes of a warp.
+// Calls `visit(sequence)` for each sequence of which a run has tiles.
 template <class Visit>
-__device__ __forceinline__ void walk(const KernelParams& p, Visit visit) {
-  const Run run = find_run(p);
+__device__ __forceinline__ void walk(const Run& run, const KernelParams& p, Visit visit) {
   Extent extent = run.extent;
   int index = run.sequence, skip = run.skip, left = run.units;
   while (left > 0) {
@@ -112,7 +132,7 @@ __device__ __forceinline__ void walk(const KernelParams& p, Visit visit) {
     left -= end - skip;
     if (first < end - 1) visit(Sequence{index, extent.first_tile + first, extent.first_tile + end - 1});
     skip = 0;
-    if (++index == p.batch) return;
+    if (left == 0 || ++index == p.batch) return;
     extent = extent_of(p, index);
   }
 }

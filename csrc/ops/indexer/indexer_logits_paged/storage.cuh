@@ -25,6 +25,7 @@ struct SharedStorage {
   Tile tiles[kC.stages()];
   KeyRun seen[kC.q_slots()][kC.max_queries()];
   Sequence sequences[kC.q_slots()];
+  RunStorage plan;
   alignas(8) uint64_t q_full[kC.q_slots()], q_empty[kC.q_slots()], tile_full[kC.stages()], tile_empty[kC.stages()];
 };
 

@@ -13,12 +13,11 @@ namespace dsa::sparse_mla_decode {
 inline constexpr int kCombineThreads = kValueColumns / 4;  // of a group; a thread has four columns
 static_assert(kMaxSplits <= sm90::kWarpThreads, "a lane of each warp weights a part");
 
-// A CTA takes a row, that is a token and head. Its groups of threads take parts in turn, with their loads under way at
-// once. In parts of the wide kernel, columns are `paired`: of each 16, two of the first eight and the same two of the
-// last eight follow each other.
+// A CTA takes a row, that is a token and head. Its groups of threads take parts in turn. In parts of the wide kernel,
+// columns alternate: of each 16, two of the first eight and the same two of the last eight follow each other.
 //
 // Programmatic dependent launch (PDL): the CTAs wait for the parts.
-template <int kGroups, bool kPaired>
+template <int kGroups, bool kAlternates>
 __global__ void __launch_bounds__(kGroups* kCombineThreads) combine_kernel(const __grid_constant__ KernelParams p) {
   const int64_t row = blockIdx.x;
   const int group = threadIdx.x / kCombineThreads, thread = threadIdx.x % kCombineThreads;
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(kGroups* kCombineThreads) combine_kernel(const
   const float scale = empty ? 0.f : 1.f / denominator;
   auto* g_out = reinterpret_cast<uint32_t*>(static_cast<Bf16*>(p.out) + row * kValueColumns);
   const uint2 packed = {pack_bf16(out.x * scale, out.y * scale), pack_bf16(out.z * scale, out.w * scale)};
-  if constexpr (kPaired) {
+  if constexpr (kAlternates) {
     uint32_t* g_pairs = g_out + thread / 4 * 8 + thread % 4;
     g_pairs[0] = packed.x, g_pairs[4] = packed.y;
   } else {

@@ -34,20 +34,23 @@ const char* launch_bf16(const Params& p, void* stream) {
   return sparse_mla_fwd::launch_paged(params, pages, p.plan.splits > 1 ? -INFINITY : p.empty_lse, stream);
 }
 
-// CTAs that start before the main kernel has ended gather on the SMs that it leaves free. If each of these has room for
-// its share of the rows, groups of threads share a row. If not, a CTA asks for so much shared memory that an SM takes
-// no more rows than when all SMs share them.
-template <bool kPaired>
+// CTAs that start before the main kernel has ended gather on the SMs that it leaves free. Where these have room for two
+// rows each, groups of threads share a row. Elsewhere, a CTA asks for so much shared memory that an SM takes only its
+// share of all rows, as far as that is possible without an attribute of the kernel: at least four.
+template <bool kAlternates>
 const char* launch_combine(const KernelParams& p, cudaStream_t stream) {
-  constexpr int kGroups = 4, kRoom = 2;                   // of a row; rows of an SM
-  constexpr int kSmBytes = 228 * 1024, kReserved = 1024;  // of an SM; of each CTA
   const Grid grid(unsigned(p.rows), 1, /*programmatic=*/true);
-  if (p.rows <= kRoom * (p.num_sms - p.items)) {
-    return launch_kernel<combine_kernel<kGroups, kPaired>>(p.device, grid, kGroups * kCombineThreads, 0, stream, p);
+  if (p.rows <= 2 * (p.num_sms - p.items)) {
+    constexpr int kGroups = 4;
+    return launch_kernel<combine_kernel<kGroups, kAlternates>>(p.device, grid, kGroups * kCombineThreads, 0, stream, p);
   }
-  const int64_t bytes = kSmBytes / ceil_div(p.rows, p.num_sms) - kReserved;
-  return launch_kernel<combine_kernel<1, kPaired>>(p.device, grid, kCombineThreads,
-                                                   std::min<int64_t>(bytes, kSharedBytesByDefault), stream, p);
+  // Shared memory of an SM; what it is allocated by; what each CTA has besides its own.
+  constexpr int kSmBytes = 228 * 1024, kUnitBytes = 128, kReservedBytes = 1024;
+  constexpr int64_t kMostCtas = 2048 / kCombineThreads;  // of an SM, by their threads
+  const int64_t share = std::min(ceil_div(p.rows, p.num_sms), kMostCtas);
+  const int64_t bytes = kSmBytes / share / kUnitBytes * kUnitBytes - kReservedBytes;
+  return launch_kernel<combine_kernel<1, kAlternates>>(p.device, grid, kCombineThreads,
+                                                       std::min<int64_t>(bytes, kSharedBytesByDefault), stream, p);
 }
 
 }  // namespace
@@ -58,8 +61,8 @@ const char* launch(const Params& params, void* stream) {
   const bool is_narrow = p.plan.block_heads <= 32;
   const char* error = !p.is_packed ? launch_bf16(p, stream) : is_narrow ? launch_narrow(p, s) : launch_wide(p, s);
   if (error == nullptr && p.plan.splits > 1) {
-    const bool is_paired = p.is_packed && !is_narrow;
-    error = is_paired ? launch_combine<true>(p, s) : launch_combine<false>(p, s);
+    const bool is_wide = p.is_packed && !is_narrow;
+    error = is_wide ? launch_combine</*kAlternates=*/true>(p, s) : launch_combine<false>(p, s);
   }
   return error;
 }

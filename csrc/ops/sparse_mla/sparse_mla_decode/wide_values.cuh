@@ -21,7 +21,7 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Item& 
     const bool exists = row + 8 * r < item.heads_left(p);
     const int64_t out_row = item.first_row(p) + row + 8 * r;
     if (p.plan.splits > 1) {
-      // Two columns and those eight after them together, see combine.cuh: a quad of lanes writes 64 bytes.
+      // Columns alternate, see combine.cuh: so a quad of lanes writes 64 bytes at once.
       float* g_row = p.partial_out + (item.split * p.rows + out_row) * kPackedColumns + back * kHalfColumns;
       auto* g_lane = reinterpret_cast<float4*>(g_row) + lane % 4;
 #pragma unroll
