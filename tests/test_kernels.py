@@ -201,7 +201,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "indexer_topk/launch": Kernels(
             "select_candidates_kernel", 3, 512, ("ATOMS", "REDUX"), ("split_kernel", "bars_kernel"), spilled=8
         ),
-        # With several products a tile, half of an offset is spilled.
+        # Instances with several products a tile spill half of a 64-bit offset.
         "indexer_logits_paged/launch_fp8": Kernels(
             "indexer_logits_paged_kernel.*e4m3",
             paged_shapes,

@@ -11,7 +11,7 @@ namespace {
 
 constexpr char kOp[] = "dsa::indexer_logits_paged";
 
-// The kernel counts tiles in 32 bits, and one more for each sequence. `keys`: that a sequence can have.
+// The kernel counts all tiles, and one more for each sequence, in an int. `keys`: the most that a sequence can have.
 void check_tiles(int64_t batch, int64_t keys, int64_t page) {
   const int64_t tiles = keys / page * ((page + kTileKeys - 1) / kTileKeys) + (keys % page + kTileKeys - 1) / kTileKeys;
   DSA_CHECK(batch * (tiles + 1) <= INT_MAX, kOp, ": q's sequences must have fewer than 2^31 - B tiles of up to ",

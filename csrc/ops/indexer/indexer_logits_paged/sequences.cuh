@@ -16,7 +16,7 @@ using sm90::kWarpgroupThreads, sm90::kWarpsPerWarpgroup, sm90::kWarpThreads, sm9
 
 inline constexpr int kRunBarrier = 1;  // 0 is __syncthreads
 
-// Values derived from Params once, on the host.
+// Params, and divisions by numbers of theirs that the host has prepared.
 struct KernelParams : Params {
   explicit KernelParams(const Params& params) : Params(params), page_keys(page), ctas(num_sms) {}
 
@@ -73,8 +73,8 @@ __device__ __forceinline__ Extent extent_of(const KernelParams& p, int sequence)
   return {end, first_tile, end_tile - first_tile};
 }
 
-// What a CTA takes: `units` units, from unit `skip` of a sequence on. The operator checks that all units are fewer than
-// 2^31.
+// What a CTA takes: `units` units, from unit `skip` of a sequence on. All units are fewer than 2^31:
+// indexer_logits_paged checks it, and calls for a selection have one sequence or logits that fit in their workspace.
 struct Run {
   int sequence, skip, units;
   Extent extent;  // of the sequence

@@ -13,8 +13,8 @@ namespace dsa::sparse_mla_decode {
 inline constexpr int kCombineThreads = kValueColumns / 4;  // of a group; a thread has four columns
 static_assert(kMaxSplits <= sm90::kWarpThreads, "a lane of each warp weights a part");
 
-// A CTA takes a row, that is a token and head. Its groups of threads take parts in turn. In parts of the wide kernel,
-// columns alternate: of each 16, two of the first eight and the same two of the last eight follow each other.
+// A CTA takes a row, a head of a token. Its groups of threads take parts in turn. In parts of the wide kernel, columns
+// alternate: of each 16, the order is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
 //
 // Programmatic dependent launch (PDL): the CTAs wait for the parts.
 template <int kGroups, bool kAlternates>

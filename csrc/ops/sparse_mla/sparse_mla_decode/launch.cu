@@ -34,9 +34,9 @@ const char* launch_bf16(const Params& p, void* stream) {
   return sparse_mla_fwd::launch_paged(params, pages, p.plan.splits > 1 ? -INFINITY : p.empty_lse, stream);
 }
 
-// CTAs that start before the main kernel has ended gather on the SMs that it leaves free. Where these have room for two
-// rows each, groups of threads share a row. Elsewhere, a CTA asks for so much shared memory that an SM takes only its
-// share of all rows, as far as that is possible without an attribute of the kernel: at least four.
+// CTAs that start before the main kernel has ended gather on the SMs that it leaves free. Where at most two rows come
+// to each of these, groups of threads share a row. Elsewhere, a CTA asks for so much shared memory that an SM takes
+// only its share of all rows, but at least four: with more than 48 KB, a kernel would need an attribute.
 template <bool kAlternates>
 const char* launch_combine(const KernelParams& p, cudaStream_t stream) {
   const Grid grid(unsigned(p.rows), 1, /*programmatic=*/true);
@@ -44,7 +44,7 @@ const char* launch_combine(const KernelParams& p, cudaStream_t stream) {
     constexpr int kGroups = 4;
     return launch_kernel<combine_kernel<kGroups, kAlternates>>(p.device, grid, kGroups * kCombineThreads, 0, stream, p);
   }
-  // Shared memory of an SM; what it is allocated by; what each CTA has besides its own.
+  // Shared memory of an SM; its unit of allocation; what each CTA takes besides its own.
   constexpr int kSmBytes = 228 * 1024, kUnitBytes = 128, kReservedBytes = 1024;
   constexpr int64_t kMostCtas = 2048 / kCombineThreads;  // of an SM, by their threads
   const int64_t share = std::min(ceil_div(p.rows, p.num_sms), kMostCtas);
