@@ -189,6 +189,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             logits_shapes,
             logits.threads,
             ("HGMMA", *scoring),
+            spilled=8,  # with 64 columns and 16 heads
         ),
         # Not with 8 heads.
         "indexer_logits/launch_above_fp8": Kernels(
@@ -201,16 +202,19 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "indexer_topk/launch": Kernels(
             "select_candidates_kernel", 3, 512, ("ATOMS", "REDUX"), ("split_kernel", "bars_kernel"), spilled=8
         ),
-        # Instances with several products a tile spill half of a 64-bit offset.
         "indexer_logits_paged/launch_fp8": Kernels(
             "indexer_logits_paged_kernel.*e4m3",
             paged_shapes,
             paged_threads,
             ("QGMMA", "UTMALDG", "UBLKCP", "SYNCS"),
-            spilled=4,
         ),
+        # Two instances of 64 columns with several products a tile spill.
         "indexer_logits_paged/launch_bf16": Kernels(
-            "indexer_logits_paged_kernel.*bfloat16", paged_shapes, paged_threads, ("HGMMA", "UTMALDG", "SYNCS")
+            "indexer_logits_paged_kernel.*bfloat16",
+            paged_shapes,
+            paged_threads,
+            ("HGMMA", "UTMALDG", "SYNCS"),
+            spilled=12,
         ),
         # Results are ids, or slots of a cache.
         "topk_select/launch_ids": Kernels("topk_select_kernel.*Lb0EEEv", select_shapes, select.threads, selection),

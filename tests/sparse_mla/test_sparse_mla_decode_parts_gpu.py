@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from decode_gpu import OP, check, make_gpu
+from decode_gpu import OP, check, make_gpu, with_scales
 from sparse_mla_gpu_inputs import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -25,9 +25,9 @@ def test_split_keys(batch: int, heads: int, packed: bool) -> None:
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("packed", [True, False])
 def test_any_number_of_parts(heads: int, packed: bool) -> None:
-    """Four groups of threads combine a row where many SMs are free, and one group elsewhere. The columns of parts have
-    another order in fp8 with 64 heads in an item: here one token of 128 heads with 29 parts and more, five tokens of 64
-    and 128 heads with many keys, and 32 tokens. In the second call some parts have no key."""
+    """512 threads combine a row where many SMs are free, and 128 elsewhere. With 64 heads of packed keys in an item,
+    parts are fp16, in another order: here one token of 128 heads with 29 parts and more, five tokens of 64 and 128
+    heads with many keys, and 32 tokens. In the second call some parts have no key."""
     numbers_of_tiles = (2, 3, 7, 8, 9, 15, 16, 17, 20, 22, 24, 25, 29, 31, 32)
     for batch, tiles in [*itertools.product((1, 5), numbers_of_tiles), (32, 32)]:
         inputs = make_gpu(batch, 1, 40, 64, heads, 64 * tiles, packed=packed, seed=tiles)
@@ -63,3 +63,38 @@ def test_extreme_parts_of_many_heads(tokens: int) -> None:
     out, _ = check(inputs.q, inputs.kv_cache, inputs.indices, attn_sink=sink)
     assert (out[:, :, 4] == 0).all()
     assert torch.equal(out[:, :, 3], clean_out[:, :, 3])
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_parts_of_any_magnitude(tokens: int, heads: int) -> None:
+    """Parts are fp16 in units of their own for each 128 columns of a row: groups of columns, and heads, may differ by
+    any factor. Queries do not see the groups with large scales."""
+    inputs = make_gpu(tokens, 1, 40, 64, heads, 2048)
+    q = inputs.q.clone()
+    q[..., :384] = 0
+    slots = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1]
+    spread = torch.rand(slots, 4, device=DEVICE) / 100 + 0.01
+    for powers in ((0, 30, 60, 0), (100, -10, 90, 0), (-90, 20, 0, -60), (-110, -100, -90, -30)):
+        scales = spread * torch.exp2(torch.tensor(powers, device=DEVICE))
+        check(q, with_scales(inputs.kv_cache, scales), inputs.indices)
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_an_infinite_sum_stays_with_its_column(heads: int) -> None:
+    """The unit of a part is that of its finite numbers: next to a column whose sum is infinite, the other 127 are as
+    exact as ever. All scores are 0, and one key is 0 in the first 256 columns but one."""
+    inputs = make_gpu(1, 1, 40, 64, heads, 2048)
+    q = inputs.q.clone()
+    q[..., 5] = 0
+    cache = inputs.kv_cache.clone()
+    key = cache.view(-1, cache.shape[-1])[int(inputs.indices[0, 0, 700])]
+    key[:256] = 0
+    key[512:520] = torch.tensor([1e37, 1e20], device=DEVICE).view(torch.uint8)
+    clean_out, clean_lse = check(q, cache, inputs.indices, sm_scale=0.0)
+    key[5] = 0x7E  # 448
+    out, lse = OP(q, cache, inputs.indices, sm_scale=0.0)
+    assert torch.equal(lse, clean_lse)
+    assert (out[..., 5] == math.inf).all()
+    out[..., 5] = clean_out[..., 5]
+    assert torch.equal(out, clean_out)

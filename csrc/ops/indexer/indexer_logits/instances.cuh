@@ -25,8 +25,8 @@ const char* launch_config(const Params& p, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedStorage<Element, kC>);
   static_assert(kBytes <= 227 * 1024);
   const Grid grid(unsigned(p.num_sms), 1, /*programmatic=*/true);
-  return launch_kernel<indexer_logits_kernel<Element, kRowBytes, kHeads, kAbove>>(p.device, grid, kThreads, kBytes,
-                                                                                  stream, p, q_map, k_map);
+  return launch_kernel<indexer_logits_kernel<Element, kRowBytes, kHeads, kAbove>>(
+      p.device, grid, kThreads, kBytes, stream, KernelParams(p), q_map, k_map);
 }
 
 template <class Element, int kRowBytes, bool kAbove>

@@ -35,6 +35,7 @@
 #include "sm90/mbarrier.cuh"
 #include "sm90/memory.cuh"
 #include "sm90/programmatic.cuh"
+#include "sm90/registers.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 #include "tiles/accumulators.cuh"
@@ -45,6 +46,13 @@ namespace dsa::indexer_logits {
 using namespace dsa::tiles;
 
 struct Nothing {};
+
+// Params, and a division that the host has prepared.
+struct KernelParams : Params {
+  explicit KernelParams(const Params& params) : Params(params), ctas(num_sms) {}
+
+  cutlass::FastDivmod ctas;
+};
 
 template <class Element, Config kC>
 struct SharedStorage {
@@ -98,11 +106,10 @@ template <class Element, Config kC, class NextRun, class Visit>
 __device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, const Params& p, NextRun next_run,
                                      Visit visit) {
   for (Run run = shared.plan.run; run.units > 0; run = next_run()) {
-    int skip = run.skip;
-    int64_t left = run.units;
+    int skip = run.skip, left = run.units;
     for (int block = run.item; left > 0 && block * kC.queries() < p.seq; ++block, skip = 0) {
       const BlockRange range = range_of(p, block * kC.queries(), kC.queries());
-      const int end = static_cast<int>(min(int64_t{range.units()}, skip + left));
+      const int end = min(range.units(), skip + left);
       left -= end - skip;
       const int first = max(skip - kStartUnits, 0), parts_end = end - kStartUnits;
       if (first < parts_end) visit(block, range, range.first_part + first, range.first_part + parts_end);
@@ -110,17 +117,20 @@ __device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, c
   }
 }
 
-// Finds this CTA's run. Called by all threads.
+// Finds this CTA's run. Called by all threads. The index is read again: if its quotients were those of multiply, which
+// the compiler must then take for different in a warp, 600 bytes would be spilled there.
 template <class Element, Config kC>
-__device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const Params& p, int blocks) {
-  find_run<kC.above>(shared.plan, blocks, [&](int block) {
-    int keys_begin = INT_MAX, keys_end = 0;
-    for (int query = block * kC.queries(); query < min(p.seq, (block + 1) * kC.queries()); ++query) {
-      const int2 bounds = bounds_of(p, query);
-      if (bounds.x < bounds.y) keys_begin = min(keys_begin, bounds.x), keys_end = max(keys_end, bounds.y);
+__device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const KernelParams& p, int blocks) {
+  find_run<kC.above, kThreads>(shared.plan, blocks, p.ctas, sm90::thread_index(), [&](int block) {
+    int begin = INT_MAX, end = 0;
+#pragma unroll 8
+    for (int i = 0; i < kC.queries(); ++i) {
+      const int2 bounds = bounds_of(p, min(block * kC.queries() + i, p.seq - 1));
+      if (bounds.x < bounds.y) begin = min(begin, bounds.x), end = max(end, bounds.y);
     }
-    return range_of_bounds(keys_begin, keys_end, 0, 0).units();
+    return range_of_bounds(begin, end, 0, 0).units();
   });
+  __syncthreads();
 }
 
 // Producer: loads Q of each block and the tiles of keys. Run by one warp.
@@ -311,7 +321,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
 
 template <class Element, int kRowBytes, int kHeads, bool kAbove>
 __global__ void __launch_bounds__(kThreads, 1)
-    indexer_logits_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
+    indexer_logits_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap k_map) {
   constexpr Config kC{kRowBytes, kHeads, kAbove};
   extern __shared__ __align__(1024) char shared_bytes_[];

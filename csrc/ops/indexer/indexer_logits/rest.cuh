@@ -53,7 +53,7 @@ struct RestGiver {
     if (ticket.begin < ticket.end) {
       for (int size; item < items && item_begin + (size = units_of(item)) <= ticket.begin; ++item) item_begin += size;
     }
-    const Run run{ticket.end - ticket.begin, item, static_cast<int>(ticket.begin - item_begin)};
+    const Run run{static_cast<int>(ticket.end - ticket.begin), item, static_cast<int>(ticket.begin - item_begin)};
     sm90::wait(&shared.empty[turn % 2], ~(turn / 2) % 2);
     if (threadIdx.x % 32 == 0) {
       shared.runs[turn % 2] = run;

@@ -24,6 +24,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cutlass/cutlass.h>
 
 #include <cute/tensor.hpp>
 #include <type_traits>
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(Config{kRowBytes, kHeads, kPassRows, kMaxPasse
   launch_dependents();
   wait_for_preceding_kernel();
 
-  if (threadIdx.x < kC.math_threads()) {
+  if (cutlass::canonical_warp_group_idx() < kC.math_warpgroups()) {
     if constexpr (kC.moves_registers()) grow_registers<kMathRegisters>();
     multiply(shared, p, threadIdx.x);
     return;

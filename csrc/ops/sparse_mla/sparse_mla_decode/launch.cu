@@ -28,29 +28,32 @@ const char* launch_bf16(const Params& p, void* stream) {
   params.device = p.device, params.num_sms = p.num_sms;
   params.sm_scale = p.sm_scale;
   params.out = p.out, params.lse = p.lse;
-  params.partial_out = p.partial_out, params.partial_lse = p.partial_lse;
+  params.partial_out = static_cast<float*>(p.partial_out), params.partial_lse = p.partial_lse;
   params.splits = p.plan.splits;
   const sparse_mla_fwd::Pages pages{p.page_bytes, p.slot_bytes, p.page > 0 ? p.page : 1};
   return sparse_mla_fwd::launch_paged(params, pages, p.plan.splits > 1 ? -INFINITY : p.empty_lse, stream);
 }
 
-// CTAs that start before the main kernel has ended gather on the SMs that it leaves free. Where at most two rows come
-// to each of these, groups of threads share a row. Elsewhere, a CTA asks for so much shared memory that an SM takes
-// only its share of all rows, but at least four: with more than 48 KB, a kernel would need an attribute.
-template <bool kAlternates>
-const char* launch_combine(const KernelParams& p, cudaStream_t stream) {
+template <int kThreads, class Part>
+const char* launch_combine(const KernelParams& p, int64_t least_bytes, cudaStream_t stream) {
   const Grid grid(unsigned(p.rows), 1, /*programmatic=*/true);
-  if (p.rows <= 2 * (p.num_sms - p.items)) {
-    constexpr int kGroups = 4;
-    return launch_kernel<combine_kernel<kGroups, kAlternates>>(p.device, grid, kGroups * kCombineThreads, 0, stream, p);
-  }
+  const int64_t bytes =
+      std::max<int64_t>(kSumBytes<kThreads, Part>, std::min<int64_t>(least_bytes, kSharedBytesByDefault));
+  return launch_kernel<combine_kernel<kThreads, Part>>(p.device, grid, kThreads, bytes, stream, p);
+}
+
+// CTAs that start before the main kernel has ended gather on the SMs that it leaves free. Where at most two rows come
+// to each of these, many threads share a row. Elsewhere, a CTA asks for so much shared memory that an SM takes only its
+// share of all rows, but at least four: with more than 48 KB, a kernel would need an attribute.
+template <class Part>
+const char* launch_combine(const KernelParams& p, cudaStream_t stream) {
+  if (p.rows <= 2 * (p.num_sms - p.items)) return launch_combine<512, Part>(p, 0, stream);
+  constexpr int kThreads = 128;
   // Shared memory of an SM; its unit of allocation; what each CTA takes besides its own.
   constexpr int kSmBytes = 228 * 1024, kUnitBytes = 128, kReservedBytes = 1024;
-  constexpr int64_t kMostCtas = 2048 / kCombineThreads;  // of an SM, by their threads
+  constexpr int64_t kMostCtas = 2048 / kThreads;  // of an SM, by their threads
   const int64_t share = std::min(ceil_div(p.rows, p.num_sms), kMostCtas);
-  const int64_t bytes = kSmBytes / share / kUnitBytes * kUnitBytes - kReservedBytes;
-  return launch_kernel<combine_kernel<1, kAlternates>>(p.device, grid, kCombineThreads,
-                                                       std::min<int64_t>(bytes, kSharedBytesByDefault), stream, p);
+  return launch_combine<kThreads, Part>(p, kSmBytes / share / kUnitBytes * kUnitBytes - kReservedBytes, stream);
 }
 
 }  // namespace
@@ -58,11 +61,10 @@ const char* launch_combine(const KernelParams& p, cudaStream_t stream) {
 const char* launch(const Params& params, void* stream) {
   const KernelParams p(params);
   const auto s = static_cast<cudaStream_t>(stream);
-  const bool is_narrow = p.plan.block_heads <= 32;
-  const char* error = !p.is_packed ? launch_bf16(p, stream) : is_narrow ? launch_narrow(p, s) : launch_wide(p, s);
+  const bool wide = is_wide(p.plan, p.is_packed);
+  const char* error = !p.is_packed ? launch_bf16(p, stream) : wide ? launch_wide(p, s) : launch_narrow(p, s);
   if (error == nullptr && p.plan.splits > 1) {
-    const bool is_wide = p.is_packed && !is_narrow;
-    error = is_wide ? launch_combine</*kAlternates=*/true>(p, s) : launch_combine<false>(p, s);
+    error = wide ? launch_combine<HalfPart>(p, s) : launch_combine<FloatPart>(p, s);
   }
   return error;
 }

@@ -244,7 +244,7 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Item& 
   const int heads_left = item.heads_left(p);
   constexpr int kFirst = kBack * kValueColumns / 2;
   if (p.plan.splits > 1) {
-    float* g_out = p.partial_out + (item.split * p.rows + first_row) * kValueColumns + kFirst;
+    float* g_out = static_cast<float*>(p.partial_out) + (item.split * p.rows + first_row) * kValueColumns + kFirst;
     store_transposed_fp32<kHeads>(g_out, kValueColumns, heads_left, r_o, thread);
   } else {
     Bf16* g_out = static_cast<Bf16*>(p.out) + first_row * kValueColumns + kFirst;

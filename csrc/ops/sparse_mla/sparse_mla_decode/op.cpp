@@ -59,13 +59,16 @@ std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor i
   const int topk = static_cast<int>(indices.size(2));
   const bool is_packed = kv_cache.scalar_type() == ScalarType::Byte;
   const Plan plan = make_plan(batch * tokens, static_cast<int>(heads), topk, call.num_sms, is_packed, batch_invariant);
-  std::optional<Tensor> parts;  // all of out, then all of lse: one allocation costs the host less than two
-  float *partial_out = nullptr, *partial_lse = nullptr;
+  std::optional<Tensor> parts;  // out, then units, then lse: one allocation costs the host less than three
+  float *partial_out = nullptr, *partial_lse = nullptr, *partial_unit = nullptr;
   if (plan.splits > 1) {
     const int64_t rows = plan.splits * batch * tokens * heads;
-    parts = empty({rows * (d_v + 1)}, ScalarType::Float, call.index);
+    const bool is_fp16 = is_wide(plan, is_packed);
+    const int64_t row_floats = is_fp16 ? d_v / 2 : d_v, units = is_fp16 ? 4 : 0;
+    parts = empty({rows * (row_floats + 1 + units)}, ScalarType::Float, call.index);
     partial_out = static_cast<float*>(parts->data_ptr());
-    partial_lse = partial_out + rows * d_v;
+    partial_unit = partial_out + rows * row_floats;
+    partial_lse = partial_unit + rows * units;
   }
   const int64_t element = static_cast<int64_t>(kv_cache.element_size());
   const Params params{
@@ -101,6 +104,7 @@ std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor i
       .lse = static_cast<float*>(lse.data_ptr()),
       .partial_out = partial_out,
       .partial_lse = partial_lse,
+      .partial_unit = partial_unit,
   };
   call.check(launch(params, call.stream()));
   return {out, lse};

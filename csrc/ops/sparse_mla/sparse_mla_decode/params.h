@@ -29,10 +29,12 @@ struct Params {
   float empty_lse;  // lse of a token without keys: -inf or +inf
 
   Plan plan;
-  void* out;           // bf16 [batch, tokens, heads, 512], contiguous
-  float* lse;          // [batch, tokens, heads], contiguous
-  float* partial_out;  // [splits, batch, tokens, heads, 512] when plan.splits > 1, else null
-  float* partial_lse;  // [splits, batch, tokens, heads] when plan.splits > 1, else null
+  void* out;   // bf16 [batch, tokens, heads, 512], contiguous
+  float* lse;  // [batch, tokens, heads], contiguous
+  // Of parts; null unless plan.splits > 1.
+  void* partial_out;    // [splits, batch, tokens, heads, 512], fp32, or fp16 in units
+  float* partial_lse;   // [splits, batch, tokens, heads]
+  float* partial_unit;  // [splits, batch, tokens, heads, 4], of 128 columns each; of fp16 only
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

@@ -16,6 +16,9 @@ struct Plan {
   int splits;       // parts that each token's keys are split into
 };
 
+// Whether the wide kernel computes a plan: 64 heads of packed keys. It stores parts in fp16, the others in fp32.
+inline constexpr bool is_wide(const Plan& plan, bool is_packed) { return is_packed && plan.block_heads == 64; }
+
 // The smallest block that holds all heads, or the largest one. bf16 keys know no other: their kernel is that of
 // sparse_mla_fwd.
 inline constexpr int natural_block(int heads) { return heads <= 16 ? 16 : heads <= 32 ? 32 : 64; }
@@ -39,7 +42,7 @@ inline int64_t plan_clocks(const Plan& plan, int64_t tokens, int heads, int topk
   const int64_t tiles = ceil_div(ceil_div(topk, kTileKeys), plan.splits);
   const int64_t clocks = ceil_div(items, num_sms) * (kStart + tiles * tile_clocks(plan.block_heads, heads, is_packed));
   if (plan.splits == 1) return clocks;
-  const int64_t bytes = tokens * heads * plan.splits * 512 * 4;
+  const int64_t bytes = tokens * heads * plan.splits * 512 * (is_wide(plan, is_packed) ? 2 : 4);
   return clocks + kCombine + (items * 8 > num_sms * 7 ? kNoRoom : 0) + 2 * bytes / (kBytesPerClock * num_sms);
 }
 

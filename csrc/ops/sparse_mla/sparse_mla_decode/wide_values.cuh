@@ -12,26 +12,90 @@ namespace dsa::sparse_mla_decode {
 // O [64 x 128] += P V. Half as many columns as the warpgroup has: each group has its own P.
 using WideValueMma = Tiled<cute::SM90_64x128x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::MN>>;
 
+inline constexpr int kAbsoluteBits = 0x7fffffff, kInfinityBits = 0x7f800000;
+
+// The largest magnitudes of a thread's two rows of a group of columns, as bits: integers, of which two are compared at
+// a time.
 template <class Output>
-__device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, const Output& r_o, bool back) {
+__device__ __forceinline__ void find_largest(const Output& r_o, int (&largest)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int positive = 0;
+    unsigned negative = 0;  // or positive, if no number has a sign
+#pragma unroll
+    for (int i = 2 * r; i < cute::size(r_o); i += 4) {
+      positive = __vimax3_s32(positive, __float_as_int(r_o(i)), __float_as_int(r_o(i + 1)));
+      negative = __vimax3_u32(negative, __float_as_uint(r_o(i)), __float_as_uint(r_o(i + 1)));
+    }
+    largest[r] = max(positive, static_cast<int>(negative & kAbsoluteBits));
+  }
+}
+
+// The same of finite numbers only.
+template <class Output>
+__device__ __forceinline__ void find_largest_finite(const Output& r_o, int (&largest)[2]) {
+  largest[0] = largest[1] = 0;
+#pragma unroll
+  for (int i = 0; i < cute::size(r_o); ++i) {
+    const int bits = __float_as_int(r_o(i)) & kAbsoluteBits;
+    largest[i / 2 % 2] = max(largest[i / 2 % 2], bits < kInfinityBits ? bits : 0);
+  }
+}
+
+// Stores O, times the factors of its rows, as a part in fp16. Of each row, each group of columns is multiplied by a
+// power of two, so that its largest finite number is at least 2^14 and less than 2^15; p.partial_unit takes the
+// inverse. Columns are in the order of accumulators, see combine.cuh: so a quad of lanes writes 64 bytes at once.
+template <class Output>
+__device__ __forceinline__ void store_part(const KernelParams& p, const Item& item, const Output& r_o,
+                                           const float (&finish)[2], bool back) {
+  constexpr int kTopExponent = kExponentOfOne + 14;   // bits
+  constexpr int kLeastExponent = kTopExponent - 100;  // of a unit of 2^-100: times a weight it seldom is subnormal
   const int thread = unsigned(thread_index()) % kWarpgroupThreads;
   const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane / 4;
+#pragma unroll
+  for (int n = 0; n < kHalfGroups; ++n) {
+    const auto r_group = r_o(cute::_, 0, n);
+    int largest[2];
+    find_largest(r_group, largest);
+    if (__any_sync(~0u, max(largest[0], largest[1]) >= kInfinityBits)) find_largest_finite(r_group, largest);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest[r] = max(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
+      largest[r] = max(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
+      const int exponent = max(kLeastExponent, __float_as_int(__int_as_float(largest[r]) * finish[r]) >> 23);
+      const float factor = finish[r] * power_of_two(kTopExponent + kExponentOfOne - exponent);
+      const bool exists = row + 8 * r < item.heads_left(p);
+      const int64_t part_row = item.split * p.rows + item.first_row(p) + row + 8 * r;
+      const int group = back * kHalfGroups + n;
+      auto* g_row = static_cast<uint16_t*>(p.partial_out) + part_row * kPackedColumns + group * kScaleColumns;
+      auto* g_lane = reinterpret_cast<uint4*>(g_row) + lane % 4;
+      const auto pair = [&](int i) { return pack_fp16(r_group(i) * factor, r_group(i + 1) * factor); };
+#pragma unroll
+      for (int i = 2 * r; i < cute::size(r_group); i += 16) {
+        const uint4 piece{pair(i), pair(i + 4), pair(i + 8), pair(i + 12)};
+        if (exists) g_lane[i / 16 * 4] = piece;
+      }
+      if (exists && lane % 4 == 0) {
+        p.partial_unit[part_row * kScaleGroups + group] = power_of_two(exponent - kTopExponent + kExponentOfOne);
+      }
+    }
+  }
+}
+
+template <class Output>
+__device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, Output& r_o,
+                                             const float (&finish)[2], bool back) {
+  if (p.plan.splits > 1) return store_part(p, item, r_o, finish, back);
+  const int thread = unsigned(thread_index()) % kWarpgroupThreads;
+  const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < cute::size(r_o); ++i) r_o(i) *= finish[i / 2 % 2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool exists = row + 8 * r < item.heads_left(p);
     const int64_t out_row = item.first_row(p) + row + 8 * r;
-    if (p.plan.splits > 1) {
-      // Columns alternate, see combine.cuh: so a quad of lanes writes 64 bytes at once.
-      float* g_row = p.partial_out + (item.split * p.rows + out_row) * kPackedColumns + back * kHalfColumns;
-      auto* g_lane = reinterpret_cast<float4*>(g_row) + lane % 4;
-#pragma unroll
-      for (int i = 2 * r; i < cute::size(r_o); i += 8) {
-        if (exists) g_lane[i / 8 * 4] = {r_o(i), r_o(i + 1), r_o(i + 4), r_o(i + 5)};
-      }
-    } else {
-      Bf16* g_row = static_cast<Bf16*>(p.out) + out_row * kPackedColumns + back * kHalfColumns;
-      store_row<kHalfColumns>(reinterpret_cast<Piece*>(g_row), exists, r_o, r, lane);
-    }
+    Bf16* g_row = static_cast<Bf16*>(p.out) + out_row * kPackedColumns + back * kHalfColumns;
+    store_row<kHalfColumns>(reinterpret_cast<Piece*>(g_row), exists, r_o, r, lane);
   }
 }
 
@@ -82,6 +146,7 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
   unsigned tile = 0;  // of all items
   int item;
   do {
+    float finish[2];
     clear(r_o);
     do {
       // The slot of the tile before receives the tile after the next.
@@ -114,12 +179,13 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
       if (has_keys) fill_second(tile + kTiles - 1);
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
-      if (item >= 0) scale_rows(shared.finish[probs_slot][first_row()], shared.finish[probs_slot][first_row() + 8]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) finish[r] = item >= 0 ? shared.finish[probs_slot][first_row() + 8 * r] : 0.f;
       arrive(&shared.probs_read[probs_slot]);
       if constexpr (kPaired) free_slot_for_peer(shared, back, tile);
       ++tile;
     } while (item < 0);
-    store_output(p, Item(p, item), r_o, back);
+    store_output(p, Item(p, item), r_o, finish, back);
   } while (item + static_cast<int>(gridDim.x) < p.items);
 }
 
