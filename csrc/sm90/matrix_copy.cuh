@@ -72,13 +72,6 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
-// cvt.rn.f16x2: `low` goes to the lower half
-__device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
 // The inverse of pack_bf16: the lower half comes first.
 __device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};

@@ -30,6 +30,13 @@ __device__ __forceinline__ uint2 e4m3_to_fp16(uint32_t word) {
   return r;
 }
 
+// cvt.rn.f16x2: a pair, `low` in the lower half
+__device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
 // cvt.f32.f16: a pair
 __device__ __forceinline__ float2 unpack_fp16(uint32_t pair) {
   float2 r;

@@ -176,6 +176,22 @@ def test_more_than_2_to_the_31_logits() -> None:
 
 
 @both_dtypes
+def test_many_blocks_of_queries(dtype: torch.dtype) -> None:
+    """Threads count the work of five or nine blocks each, of which some see no key."""
+    inputs = with_bounds(make_gpu(20805, 70, dtype=dtype), "random")
+    inputs.ke[4000:9000] = 0
+    check(poisoned(inputs))
+
+
+def test_units_of_work_that_32_bits_do_not_count() -> None:
+    """Of queries that share memory."""
+    inputs = make_gpu(1, 3, dtype=BF16)
+    many = changed(inputs, lambda tensor: tensor.expand(1_720_000_000, *tensor.shape[1:]), "q", "weights", "ks", "ke")
+    with pytest.raises(RuntimeError, match=r"dsa::indexer_logits: q and k must have fewer than 2\^31 units, .* got 2150"):
+        logits_of(many)
+
+
+@both_dtypes
 @pytest.mark.parametrize("sizes", [(3, 40000), (300, 5000)], ids=str)
 def test_repeats_are_bitwise_equal(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     inputs = make_gpu(*sizes, dtype=dtype)

@@ -83,18 +83,36 @@ def test_parts_of_any_magnitude(tokens: int, heads: int) -> None:
 @pytest.mark.parametrize("heads", [64, 128])
 def test_an_infinite_sum_stays_with_its_column(heads: int) -> None:
     """The unit of a part is that of its finite numbers: next to a column whose sum is infinite, the other 127 are as
-    exact as ever. All scores are 0, and one key is 0 in the first 256 columns but one."""
+    exact as ever. All scores are 0, and one key is 0 in the first 128 columns but one."""
     inputs = make_gpu(1, 1, 40, 64, heads, 2048)
     q = inputs.q.clone()
     q[..., 5] = 0
     cache = inputs.kv_cache.clone()
     key = cache.view(-1, cache.shape[-1])[int(inputs.indices[0, 0, 700])]
-    key[:256] = 0
-    key[512:520] = torch.tensor([1e37, 1e20], device=DEVICE).view(torch.uint8)
+    key[:128] = 0
+    key[512:516] = torch.tensor([3e38], device=DEVICE).view(torch.uint8)
     clean_out, clean_lse = check(q, cache, inputs.indices, sm_scale=0.0)
-    key[5] = 0x7E  # 448
+    key[5] = 0x3E  # 1.75
     out, lse = OP(q, cache, inputs.indices, sm_scale=0.0)
     assert torch.equal(lse, clean_lse)
     assert (out[..., 5] == math.inf).all()
     out[..., 5] = clean_out[..., 5]
     assert torch.equal(out, clean_out)
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_columns_of_different_magnitudes(heads: int) -> None:
+    """Of 128 columns that share a scale, those of keys with small scales keep their digits next to a column in which
+    one key alone, with a large scale, is not 0: down to 2^-30 of the largest number. All scores are 0."""
+    inputs = make_gpu(1, 1, 40, 64, heads, 2048)
+    cache = inputs.kv_cache.clone()
+    keys = cache.view(-1, cache.shape[-1])
+    keys[int(inputs.indices[0, 0, 700]), :128] = 0
+    keys[int(inputs.indices[0, 0, 700]), 3] = 0x78  # 256
+    scales = torch.ones(len(keys), 4, device=DEVICE) / 64
+    for power in (-90, 0, 20):
+        powers = torch.full((len(keys),), power, device=DEVICE)
+        powers[int(inputs.indices[0, 0, 700])] += 30
+        scaled = scales.clone()
+        scaled[:, 0] *= torch.exp2(powers.float())
+        check(inputs.q, with_scales(cache, scaled), inputs.indices, sm_scale=0.0)

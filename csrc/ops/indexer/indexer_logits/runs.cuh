@@ -28,7 +28,7 @@ struct RunStorage {
 };
 
 // Finds this CTA's run of items that have units_of(item) units each, and the rest if any is kept back. All units are
-// fewer than 2^31 (of more, the logits would not fit in memory). `ctas` divides by the number of CTAs. Called by
+// fewer than 2^31, which operators check. `ctas` divides by the number of CTAs. Called by
 // kThreads threads, which then synchronize with all that read the runs. Returns whether this thread has written the
 // CTA's run; if so, it has called units_of for the run's item last.
 template <bool kKeepsRest, int kThreads, class UnitsOf>

@@ -2,6 +2,8 @@
 // halves of the keys.
 #pragma once
 
+#include "sm90/register_rows.cuh"
+#include "sm90/registers.cuh"
 #include "tiles/accumulators.cuh"
 #include "tiles/online_softmax.cuh"
 #include "wide_keys.cuh"
@@ -43,13 +45,14 @@ __device__ __forceinline__ void find_largest_finite(const Output& r_o, int (&lar
 }
 
 // Stores O, times the factors of its rows, as a part in fp16. Of each row, each group of columns is multiplied by a
-// power of two, so that its largest finite number is at least 2^14 and less than 2^15; p.partial_unit takes the
-// inverse. Columns are in the order of accumulators, see combine.cuh: so a quad of lanes writes 64 bytes at once.
+// power of two, so that its largest finite number is at least 2^14 (if it was 2^-112 or more) and less than 2^15;
+// p.partial_unit takes the inverse. Columns are in the order of accumulators, see combine.cuh: so a quad of lanes
+// writes 64 bytes at once.
 template <class Output>
 __device__ __forceinline__ void store_part(const KernelParams& p, const Item& item, const Output& r_o,
                                            const float (&finish)[2], bool back) {
-  constexpr int kTopExponent = kExponentOfOne + 14;   // bits
-  constexpr int kLeastExponent = kTopExponent - 100;  // of a unit of 2^-100: times a weight it seldom is subnormal
+  constexpr int kTopExponent = kExponentOfOne + 14;                  // bits
+  constexpr int kLeastExponent = kTopExponent - kExponentOfOne + 1;  // of a unit of 2^-126
   const int thread = unsigned(thread_index()) % kWarpgroupThreads;
   const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane / 4;
 #pragma unroll
@@ -179,8 +182,11 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
       if (has_keys) fill_second(tile + kTiles - 1);
       warpgroup_wait<0>();
       warpgroup_fence_operand(r_o);
+      if (item >= 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) finish[r] = item >= 0 ? shared.finish[probs_slot][first_row() + 8 * r] : 0.f;
+        for (int r = 0; r < 2; ++r) finish[r] = shared.finish[probs_slot][first_row() + 8 * r];
+        __threadfence_block();  // they are there before the arrival
+      }
       arrive(&shared.probs_read[probs_slot]);
       if constexpr (kPaired) free_slot_for_peer(shared, back, tile);
       ++tile;
