@@ -208,13 +208,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             paged_threads,
             ("QGMMA", "UTMALDG", "UBLKCP", "SYNCS"),
         ),
-        # Two instances of 64 columns with several products a tile spill.
         "indexer_logits_paged/launch_bf16": Kernels(
-            "indexer_logits_paged_kernel.*bfloat16",
-            paged_shapes,
-            paged_threads,
-            ("HGMMA", "UTMALDG", "SYNCS"),
-            spilled=12,
+            "indexer_logits_paged_kernel.*bfloat16", paged_shapes, paged_threads, ("HGMMA", "UTMALDG", "SYNCS")
         ),
         # Results are ids, or slots of a cache.
         "topk_select/launch_ids": Kernels("topk_select_kernel.*Lb0EEEv", select_shapes, select.threads, selection),
