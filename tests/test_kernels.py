@@ -202,11 +202,13 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "indexer_topk/launch": Kernels(
             "select_candidates_kernel", 3, 512, ("ATOMS", "REDUX"), ("split_kernel", "bars_kernel"), spilled=8
         ),
+        # Instances with several products a tile spill half of a 64-bit offset.
         "indexer_logits_paged/launch_fp8": Kernels(
             "indexer_logits_paged_kernel.*e4m3",
             paged_shapes,
             paged_threads,
             ("QGMMA", "UTMALDG", "UBLKCP", "SYNCS"),
+            spilled=4,
         ),
         "indexer_logits_paged/launch_bf16": Kernels(
             "indexer_logits_paged_kernel.*bfloat16", paged_shapes, paged_threads, ("HGMMA", "UTMALDG", "SYNCS")

@@ -28,11 +28,10 @@ struct RunStorage {
 };
 
 // Finds this CTA's run of items that have units_of(item) units each, and the rest if any is kept back. All units are
-// fewer than 2^31, which operators check. `ctas` divides by the number of CTAs. Called by
-// kThreads threads, which then synchronize with all that read the runs. Returns whether this thread has written the
-// CTA's run; if so, it has called units_of for the run's item last.
+// fewer than 2^31, which operators check. `ctas` divides by the number of CTAs. Called by kThreads threads, which then
+// synchronize with all that read the runs.
 template <bool kKeepsRest, int kThreads, class UnitsOf>
-__device__ __forceinline__ bool find_run(RunStorage<kThreads>& shared, int items, const cutlass::FastDivmod& ctas,
+__device__ __forceinline__ void find_run(RunStorage<kThreads>& shared, int items, const cutlass::FastDivmod& ctas,
                                          int thread, UnitsOf units_of) {
   const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, cta = static_cast<int>(blockIdx.x);
   const int thread_items = (items + kThreads - 1) / kThreads;
@@ -51,19 +50,18 @@ __device__ __forceinline__ bool find_run(RunStorage<kThreads>& shared, int items
   }
   const auto write_if_mine = [&](Run& run, int run_begin, int units) {
     int skip = run_begin - before;
-    if (units == 0 || skip < 0 || skip >= mine) return false;
+    if (units == 0 || skip < 0 || skip >= mine) return;
     int item = first;
     if (thread_items > 1) {
       for (int size; (size = units_of(item)) <= skip && item + 1 < end; ++item) skip -= size;
     }
     run = {units, item, skip};
-    return true;
   };
   const int rest = kKeepsRest ? static_cast<int>(rest_of(all, items, gridDim.x)) : 0, shared_out = all - rest;
   if constexpr (kKeepsRest) write_if_mine(shared.rest, shared_out, rest);
   const int share = ctas.div(shared_out), over = shared_out - share * ctas.divisor;
   const auto run_begin = [&](int cta) { return share * cta + ctas.div(over * cta); };  // shared_out * cta / ctas
-  return write_if_mine(shared.run, run_begin(cta), run_begin(cta + 1) - run_begin(cta));
+  write_if_mine(shared.run, run_begin(cta), run_begin(cta + 1) - run_begin(cta));
 }
 
 }  // namespace dsa::indexer_logits

@@ -7,13 +7,14 @@
 #include <cstdint>
 
 #include "config.h"
-#include "ops/indexer/indexer_logits/runs.cuh"
 #include "params.h"
 #include "sm90/warpgroup.cuh"
 
 namespace dsa::indexer_logits_paged {
 
-using sm90::kWarpgroupThreads, sm90::sync_warpgroup;
+using sm90::kWarpgroupThreads, sm90::kWarpsPerWarpgroup, sm90::kWarpThreads, sm90::sum_to_lane, sm90::sync_warpgroup;
+
+inline constexpr int kRunBarrier = 1;  // 0 is __syncthreads
 
 // Params, and divisions by numbers of theirs that the host has prepared.
 struct KernelParams : Params {
@@ -72,35 +73,60 @@ __device__ __forceinline__ Extent extent_of(const KernelParams& p, int sequence)
   return {end, first_tile, end_tile - first_tile};
 }
 
-// What a CTA takes, and the extent of the sequence in which it begins. All units are fewer than 2^31:
+// What a CTA takes: `units` units, from unit `skip` of a sequence on. All units are fewer than 2^31:
 // indexer_logits_paged checks it, and calls for a selection have one sequence or logits that fit in their workspace.
-struct Run : indexer_logits::Run {
-  Extent extent;
+struct Run {
+  int sequence, skip, units;
+  Extent extent;  // of the sequence
 };
 
-struct RunStorage : indexer_logits::RunStorage<kWarpgroupThreads> {
-  Extent extent;
+struct RunStorage {
+  alignas(16) int warp_units[kWarpsPerWarpgroup];
+  Run run;
 };
 
-// Finds this CTA's run. Called by the threads of the warpgroup that loads; the others need not wait for it.
+// Finds this CTA's run, an equal share of all units. Called by the threads of the warpgroup that loads; the others need
+// not wait for it.
 __device__ __forceinline__ Run find_run(RunStorage& shared, const KernelParams& p, int thread) {
+  const int lane = thread % kWarpThreads, warp = thread / kWarpThreads, cta = static_cast<int>(blockIdx.x);
+  const int thread_sequences = (p.batch + kWarpgroupThreads - 1) / kWarpgroupThreads;
+  const int first = min(p.batch, thread * thread_sequences), end = min(p.batch, first + thread_sequences);
   Extent extent{};
-  const auto units_of = [&](int sequence) {
-    extent = extent_of(p, sequence);
-    return extent.units();
-  };
-  if (indexer_logits::find_run</*kKeepsRest=*/false, kWarpgroupThreads>(shared, p.batch, p.ctas, thread, units_of)) {
-    shared.extent = extent;
+  int mine = 0;
+  for (int i = first; i < end; ++i) extent = extent_of(p, i), mine += extent.units();
+  int before = static_cast<int>(sum_to_lane(mine)) - mine;
+  if (lane == kWarpThreads - 1) shared.warp_units[warp] = before + mine;
+  sync_warpgroup<kRunBarrier>();
+  int all = 0;
+#pragma unroll
+  for (int w = 0; w < kWarpsPerWarpgroup; ++w) {
+    before += w < warp ? shared.warp_units[w] : 0;
+    all += shared.warp_units[w];
   }
-  sync_warpgroup<indexer_logits::kRunBarrier>();
-  return {shared.run, shared.extent};
+  const int share = p.ctas.div(all), longer = all - share * p.ctas.divisor;
+  const int units = share + (cta < longer);  // the first runs are one longer
+  int skip = share * cta + min(cta, longer) - before;
+  if (thread == 0) shared.run.units = units;
+  if (units > 0 && skip >= 0 && skip < mine) {  // the run begins in one of this thread's sequences
+    int sequence = first;
+    if (thread_sequences > 1) {
+      for (extent = extent_of(p, sequence); skip >= extent.units() && sequence + 1 < end;
+           extent = extent_of(p, sequence)) {
+        skip -= extent.units();
+        ++sequence;
+      }
+    }
+    shared.run.sequence = sequence, shared.run.skip = skip, shared.run.extent = extent;
+  }
+  sync_warpgroup<kRunBarrier>();
+  return shared.run;
 }
 
 // Calls `visit(sequence)` for each sequence of which a run has tiles.
 template <class Visit>
 __device__ __forceinline__ void walk(const Run& run, const KernelParams& p, Visit visit) {
   Extent extent = run.extent;
-  int index = run.item, skip = run.skip, left = run.units;
+  int index = run.sequence, skip = run.skip, left = run.units;
   while (left > 0) {
     const int end = min(extent.units(), skip + left), first = max(skip - 1, 0);
     left -= end - skip;
