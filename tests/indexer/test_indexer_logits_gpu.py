@@ -187,7 +187,7 @@ def test_units_of_work_that_32_bits_do_not_count() -> None:
     """Of queries that share memory."""
     inputs = make_gpu(1, 3, dtype=BF16)
     many = changed(inputs, lambda tensor: tensor.expand(1_720_000_000, *tensor.shape[1:]), "q", "weights", "ks", "ke")
-    with pytest.raises(RuntimeError, match=r"dsa::indexer_logits: q and k must have fewer than 2\^31 units, .* got 2150"):
+    with pytest.raises(RuntimeError, match=r"q and k must make fewer than 2\^31 units of work .* got 2150"):
         logits_of(many)
 
 

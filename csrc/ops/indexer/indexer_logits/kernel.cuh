@@ -117,8 +117,8 @@ __device__ __forceinline__ void walk(const SharedStorage<Element, kC>& shared, c
   }
 }
 
-// Finds this CTA's run. Called by all threads. The thread index is read again: if multiply shared quotients of it with
-// this, the compiler would take them for different within a warp, and spill 600 bytes there.
+// Finds this CTA's run. Called by all threads. The thread index is read anew: if multiply shared quotients with this,
+// the compiler would assume that they differ within a warp, and spill 600 bytes there.
 template <class Element, Config kC>
 __device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const KernelParams& p, int blocks) {
   find_run<kC.above, kThreads>(shared.plan, blocks, p.ctas, sm90::thread_index(), [&](int block) {

@@ -9,14 +9,15 @@ namespace {
 
 constexpr char kOp[] = "dsa::indexer_logits";
 
-// CTAs share out the work in units that they count in 32 bits. (indexer_topk computes fewer logits at a time.)
+// CTAs share out the work in units that they count in 32 bits. (indexer_topk limits its runs of queries by their
+// memory.)
 void check_units(const Tensor& q, const Tensor& k) {
   const int64_t seq = q.size(0), heads = q.size(1), row_bytes = q.size(2) * static_cast<int64_t>(q.element_size());
   const int queries = Config{static_cast<int>(row_bytes), static_cast<int>(heads), false}.queries();
   const int64_t blocks = (seq + queries - 1) / queries, parts = (k.size(0) + kPartKeys - 1) / kPartKeys;
   const int64_t units = blocks * (kStartUnits + parts);
-  DSA_CHECK(units < int64_t{1} << 31, kOp, ": q and k must have fewer than 2^31 units, for each ", queries,
-            " queries one for each ", kPartKeys, " keys and ", kStartUnits, " more, got ", units);
+  DSA_CHECK(units < int64_t{1} << 31, kOp, ": q and k must make fewer than 2^31 units of work (each ", queries,
+            " queries: one for each ", kPartKeys, " keys, and ", kStartUnits, " more), got ", units);
 }
 
 Tensor indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor starts, Tensor ends, std::optional<Tensor> k_scale,

@@ -28,8 +28,8 @@ struct RunStorage {
 };
 
 // Finds this CTA's run of items that have units_of(item) units each, and the rest if any is kept back. All units are
-// fewer than 2^31, which operators check. `ctas` divides by the number of CTAs. Called by kThreads threads, which then
-// synchronize with all that read the runs.
+// fewer than 2^31: indexer_logits checks it, and calls for a selection are smaller. `ctas` divides by the number of
+// CTAs. Called by kThreads threads, which then synchronize with all that read the runs.
 template <bool kKeepsRest, int kThreads, class UnitsOf>
 __device__ __forceinline__ void find_run(RunStorage<kThreads>& shared, int items, const cutlass::FastDivmod& ctas,
                                          int thread, UnitsOf units_of) {

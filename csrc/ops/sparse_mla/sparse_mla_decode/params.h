@@ -32,7 +32,7 @@ struct Params {
   void* out;   // bf16 [batch, tokens, heads, 512], contiguous
   float* lse;  // [batch, tokens, heads], contiguous
   // Of parts; null unless plan.splits > 1.
-  void* partial_out;  // [splits, batch, tokens, heads, 512], fp32, or of the wide kernel (see store_part) fp16 in units
+  void* partial_out;    // [splits, batch, tokens, heads, 512], fp32; of the wide kernel fp16 in units (see store_part)
   float* partial_lse;   // [splits, batch, tokens, heads]
   float* partial_unit;  // [splits, batch, tokens, heads, 4], of 128 columns each; of the wide kernel only
 };

@@ -16,8 +16,8 @@ using WideValueMma = Tiled<cute::SM90_64x128x16_F32BF16BF16_SS<cute::GMMA::Major
 
 inline constexpr int kAbsoluteBits = 0x7fffffff, kInfinityBits = 0x7f800000;
 
-// The largest magnitudes of a thread's two rows of a group of columns, as bits: integers, of which two are compared at
-// a time.
+// The largest magnitudes of a thread's two rows of a group of columns, as bits: one
+// instruction compares two integers with the maximum so far.
 template <class Output>
 __device__ __forceinline__ void find_largest(const Output& r_o, int (&largest)[2]) {
 #pragma unroll
@@ -51,8 +51,8 @@ __device__ __forceinline__ void find_largest_finite(const Output& r_o, int (&lar
 template <class Output>
 __device__ __forceinline__ void store_part(const KernelParams& p, const Item& item, const Output& r_o,
                                            const float (&finish)[2], bool back) {
-  constexpr int kTopExponent = kExponentOfOne + 14;                  // bits
-  constexpr int kLeastExponent = kTopExponent - kExponentOfOne + 1;  // of a unit of 2^-126
+  constexpr int kTopExponent = kExponentOfOne + 14;                  // biased, of 2^14
+  constexpr int kLeastExponent = kTopExponent - kExponentOfOne + 1;  // units are at least 2^-126: normal
   const int thread = unsigned(thread_index()) % kWarpgroupThreads;
   const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane / 4;
 #pragma unroll
@@ -185,7 +185,7 @@ __device__ __forceinline__ void accumulate_wide(WideStorage<kColumns, kPaired>& 
       if (item >= 0) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) finish[r] = shared.finish[probs_slot][first_row() + 8 * r];
-        __threadfence_block();  // they are there before the arrival
+        __threadfence_block();  // they are read before the slot may be written again
       }
       arrive(&shared.probs_read[probs_slot]);
       if constexpr (kPaired) free_slot_for_peer(shared, back, tile);
