@@ -64,7 +64,7 @@ std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor i
   if (plan.splits > 1) {
     const int64_t rows = plan.splits * batch * tokens * heads;
     const bool is_fp16 = is_wide(plan, is_packed);
-    const int64_t row_floats = is_fp16 ? d_v / 2 : d_v, units = is_fp16 ? 4 : 0;
+    const int64_t row_floats = is_fp16 ? d_v / 2 : d_v, units = is_fp16 ? sparse_mla::kScaleGroups : 0;
     parts = empty({rows * (row_floats + 1 + units)}, ScalarType::Float, call.index);
     partial_out = static_cast<float*>(parts->data_ptr());
     partial_unit = partial_out + rows * row_floats;

@@ -16,8 +16,8 @@ using WideValueMma = Tiled<cute::SM90_64x128x16_F32BF16BF16_SS<cute::GMMA::Major
 
 inline constexpr int kAbsoluteBits = 0x7fffffff, kInfinityBits = 0x7f800000;
 
-// The largest magnitudes of a thread's two rows of a group of columns, as bits: one
-// instruction compares two integers with the maximum so far.
+// The largest magnitudes of a thread's two rows of a group of columns, as bits: one instruction
+// compares two integers with the maximum so far.
 template <class Output>
 __device__ __forceinline__ void find_largest(const Output& r_o, int (&largest)[2]) {
 #pragma unroll
