@@ -145,9 +145,10 @@ PYBIND11_MODULE(host_functions, m) {
   topk.def("rank_of_bar", &dsa::indexer_topk::rank_of_bar);
   topk.def("max_candidates", &dsa::indexer_topk::max_candidates);
   py::module_ select = m.def_submodule("topk_select");
-  select.attr("threads") = dsa::topk_select::HeldClusterShape::kThreads;
-  select.def("plan_row", [](int64_t rows, int columns, int num_sms, const std::function<int(int)>& clusters_at_once) {
-    const auto plan = dsa::topk_select::plan_row(rows, columns, num_sms, clusters_at_once);
-    return py::make_tuple(plan.ctas, plan.held);
-  });
+  select.attr("threads") = dsa::topk_select::kThreads;
+  select.def("plan_row",
+             [](int64_t rows, int columns, bool is_bf16, int num_sms, const std::function<int(int)>& clusters_at_once) {
+               const auto plan = dsa::topk_select::plan_row(rows, columns, is_bf16, num_sms, clusters_at_once);
+               return py::make_tuple(plan.ctas, plan.held);
+             });
 }

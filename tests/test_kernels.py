@@ -98,8 +98,8 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         return int(paged.threads(*map(int, shape.groups())))
 
     logits_shapes, scoring = 4 * 2, ("UTMALDG", "SYNCS", "USETMAXREG")  # heads x columns
-    select_shapes = 2 * (2 + 3)  # dtypes x shapes of CTAs that hold their part of a row or that filter it
-    selection = ("UBLKCP", "ATOMS", "REDUX")
+    select_shapes = 2 * (2 + 3) + 1  # dtypes x shapes of CTAs that hold their part of a row or filter it; larger fp32
+    selection = ("ATOMS", "REDUX")
     unpacking = ("F2FP.F16.E4M3.UNPACK_B", "HMUL2.BF16_V2")
     listing = ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG")
     bwd_others = ("combine_kernelILb0", "combine_kernelILb1", "sink_kernel", "list_slots_kernel")

@@ -275,28 +275,40 @@ def test_plan_items_fills_the_chip(host_functions: ModuleType) -> None:
 CLUSTERS = {2: 66, 3: 33, 4: 28, 5: 20, 6: 16, 7: 14, 8: 14}
 
 
-@given(rows=st.integers(0, 2**31 - 1), columns=st.integers(0, 2**31 - 2**26), num_sms=st.integers(1, 200))
-def test_plan_row(host_functions: ModuleType, rows: int, columns: int, num_sms: int) -> None:
-    ctas, held = host_functions.topk_select.plan_row(rows, columns, num_sms, lambda ctas: num_sms // ctas - 1)
+@given(
+    rows=st.integers(0, 2**31 - 1) | st.integers(0, 200),
+    columns=st.integers(0, 2**31 - 2**26) | st.integers(0, 2**17),
+    is_bf16=st.booleans(),
+    num_sms=st.integers(1, 200),
+    at_once=st.integers(1, 200),
+)
+def test_plan_row(
+    host_functions: ModuleType, rows: int, columns: int, is_bf16: bool, num_sms: int, at_once: int
+) -> None:
+    ctas, held = host_functions.topk_select.plan_row(rows, columns, is_bf16, num_sms, lambda ctas: at_once // ctas)
     assert 1 <= ctas <= 8
     if held:
-        assert columns <= 8192 * ctas
+        assert columns <= min(32768, (8192 if rows > num_sms or is_bf16 else 16384) * ctas)
     if ctas > 1:
-        assert rows * ctas <= num_sms, "every CTA must have an SM"
-        assert held or rows <= num_sms // ctas - 1
+        assert rows <= min(num_sms, at_once) // ctas, "every CTA must have an SM"
 
 
 def test_plan_row_fills_the_chip(host_functions: ModuleType) -> None:
-    def plan(rows: int, columns: int) -> tuple[int, bool]:
-        result: tuple[int, bool] = host_functions.topk_select.plan_row(rows, columns, 132, CLUSTERS.__getitem__)
+    def plan(rows: int, columns: int, is_bf16: bool = False) -> tuple[int, bool]:
+        plan_row = host_functions.topk_select.plan_row
+        result: tuple[int, bool] = plan_row(rows, columns, is_bf16, 132, CLUSTERS.__getitem__)
         return result
 
     assert plan(1, 2**20) == (8, False)
     assert [plan(rows, 131072)[0] for rows in (1, 14, 16, 20, 28, 32, 64, 67, 4096)] == [8, 8, 6, 5, 4, 3, 2, 1, 1]
-    assert plan(32, 32768) == (4, True)
-    assert plan(64, 16384) == (2, True), "runs that a CTA can hold"
-    assert plan(64, 32768) == (2, False)
-    assert plan(64, 30000) == (1, False), "too short for two that filter"
+    assert plan(66, 32768) == (2, True), "runs that a CTA can hold"
+    assert plan(67, 32768) == plan(133, 16384) == (1, False), "no SM for each CTA"
+    assert plan(132, 16384) == (1, True)
+    assert plan(66, 16384, is_bf16=True) == (2, True)
+    assert plan(28, 32768, is_bf16=True) == (4, True)
+    assert plan(29, 32768, is_bf16=True) == (3, False), "no SMs for four CTAs each"
+    assert plan(64, 32768, is_bf16=True) == (2, False)
+    assert plan(64, 30000, is_bf16=True) == (1, False), "too short for two that filter"
     assert plan(10**6, 8192) == (1, True)
     assert plan(1, 1000) == plan(1, 0) == (1, True)
 

@@ -29,7 +29,7 @@ def _check_paged(a: Args) -> None:
     batch, queries, heads, dim = a.q.shape
     width = {"Di + 4": dim + 4} if fp8 else {"Di": dim}
     check_tensor(a.op, "k_cache", a.k_cache, torch.uint8 if fp8 else a.q.dtype, blocks=None, page=None, **width)
-    check_tensor(a.op, "weights", a.weights, compute_dtype(a.q), R=batch * queries, Hi=heads)
+    check_tensor(a.op, "weights", a.weights, compute_dtype(a.q), **{"B * N": batch * queries, "Hi": heads})
     lens = {"B": batch} if a.context_lens.dim() == 1 else {"B": batch, "N": queries}
     check_tensor(a.op, "context_lens", a.context_lens, torch.int32, **lens)
     check_tensor(a.op, "block_table", a.block_table, torch.int32, B=batch, pages=None)

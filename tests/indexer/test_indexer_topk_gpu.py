@@ -247,6 +247,18 @@ def test_rows_whose_bars_mislead_in_later_runs() -> None:
         check_selected((indices[run], values[run]), composed(queries(inputs, run), 4096))
 
 
+@pytest.mark.parametrize(("seq", "s_kv", "last"), [(4196, 2**14, 100), (2102, 2**15, 54)])
+def test_rows_whose_bars_mislead_in_a_short_last_run(
+    host_functions: ModuleType, seq: int, s_kv: int, last: int
+) -> None:
+    """These rows are held by CTAs that have an SM each."""
+    assert seq - host_functions.indexer_topk.rows_at_once(seq, s_kv) == last
+    inputs = mixed(seq, s_kv, torch.bfloat16)
+    indices, values = selected(inputs, 50)
+    run = slice(seq - last - 30, seq)
+    check_selected((indices[run], values[run]), composed(queries(inputs, run), 50))
+
+
 @pytest.mark.gpu_memory(5)
 @both_dtypes
 def test_rows_whose_bars_mislead_among_the_most_keys(dtype: torch.dtype) -> None:
@@ -293,13 +305,13 @@ def test_which_bars_mislead(host_functions: ModuleType) -> None:
         for topk in (1, 2048):
             assert bool((misleads(host_functions, inputs, topk) == (topk in DONE_AGAIN[name])).all()), (name, topk)
     for dtype in (torch.float8_e4m3fn, torch.bfloat16):
-        for s_kv, topk in ((50001, 2048), (98304, 4096), (2**20, 2048)):
+        for s_kv, topk in ((50001, 2048), (98304, 4096), (2**20, 2048), (2**14, 50), (2**15, 50)):
             expected = torch.tensor([True, True, False], device=DEVICE).repeat(30)
             assert torch.equal(misleads(host_functions, mixed(90, s_kv, dtype), topk), expected), (dtype, s_kv)
     plan = host_functions.indexer_topk
     assert plan.rows_at_once(4700, 2 * plan.max_candidates(4096)) < 4700, "not a run for all"
     rows, plan_row = plan.rows_at_once(520, 2**20), host_functions.topk_select.plan_row
-    assert plan_row(rows, 2**20, 132, lambda ctas: 132 // ctas)[0] > 1, "a CTA for each row"
+    assert plan_row(rows, 2**20, False, 132, lambda ctas: 132 // ctas)[0] > 1, "a CTA for each row"
 
 
 @pytest.mark.parametrize(("topk", "window"), [(7, 150), (2048, 3000), (4096, 5000)])

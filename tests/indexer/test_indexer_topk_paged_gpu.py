@@ -91,6 +91,19 @@ def test_runs_of_sequences() -> None:
         check_selected(got, composed(inputs, 2047, slots))
 
 
+def test_runs_of_few_sequences() -> None:
+    """Runs of 32 and 8 sequences, whose kernels start early and use the same memory for their logits."""
+    inputs = make_paged(40, 1, 4096, 8, 64)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    sizes = (40, 2**21 // inputs.k_cache.shape[1])
+    table = torch.randint(len(inputs.k_cache), sizes, generator=generator, dtype=torch.int32, device=DEVICE)
+    inputs = with_lengths(replace(inputs, block_table=table), "random")
+    for slots in (False, True):
+        expected = composed(inputs, 2048, slots)
+        for _ in range(3):
+            check_selected(selected(inputs, 2048, slots), expected)
+
+
 def test_side_stream() -> None:
     inputs = with_lengths(make_paged(20, 2, 3000), "random")
     expected = selected(inputs, 500, slots=True)

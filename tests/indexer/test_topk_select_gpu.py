@@ -34,7 +34,7 @@ def check(logits: Tensor, starts: Tensor, ends: Tensor, topk: int) -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("columns", [1, 5, 8185, 8190, 8193, 16385, 70001, 131077])
+@pytest.mark.parametrize("columns", [1, 5, 8185, 8190, 8193, 16377, 16384, 16385, 32761, 32768, 70001, 131077])
 def test_rows_at_any_address(columns: int, dtype: torch.dtype) -> None:
     """Contiguous rows of odd length, slices that start at any column, one row expanded to all. Elements outside
     of a row would rank first."""
@@ -49,7 +49,7 @@ def test_rows_at_any_address(columns: int, dtype: torch.dtype) -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("columns", [8209, 20_003])
+@pytest.mark.parametrize("columns", [8185, 8209, 20_003])
 def test_more_rows_than_sms_at_any_address(columns: int, dtype: torch.dtype) -> None:
     for first in range(9):
         wide = torch.full((300, first + columns + first % 4), math.inf, dtype=dtype, device=DEVICE)
@@ -126,14 +126,17 @@ def test_nasty_rows(columns: int, dtype: torch.dtype) -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 20, 28, 33, 64, 100, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 20, 28, 33, 66, 67, 132, 133, 300])
 def test_row_counts(rows: int, dtype: torch.dtype) -> None:
     """Few rows are split over CTAs, longer rows over more."""
     for columns, topk in (
         (5, 4096),
+        (8000, 2048),
         (9000, 2048),
+        (16000, 2048),
         (24000, 2048),
         (30000, 100),
+        (32000, 2048),
         (40000, 7),
         (2**17 + 3, 2048),
         (70000, 4096),
@@ -186,9 +189,9 @@ def bounds_of(pairs: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 
 
 @both_dtypes
-@pytest.mark.parametrize("columns", [100, 9000, 40000])
+@pytest.mark.parametrize("columns", [100, 8000, 9000, 16000, 32000, 40000])
 def test_windows(columns: int, dtype: torch.dtype) -> None:
-    """Elements outside of the windows would rank first, or are NaN."""
+    """Elements outside of the windows would rank first, or are NaN. For all rows, and for as few as are held alone."""
     edges = (INT32_MIN, INT32_MIN + 1, -1, 0, 1, 2, 3, 5, columns // 2, columns - 1, columns, columns + 1, INT32_MAX)
     lengths = (6, 7, 8, 2047, 2048, 2049)
     pairs = [*itertools.product(edges, edges), *((start, start + n) for start in range(17) for n in lengths)]
@@ -197,8 +200,18 @@ def test_windows(columns: int, dtype: torch.dtype) -> None:
     outside = torch.tensor([math.inf, math.nan], device=DEVICE).repeat(columns)[:columns]
     rows = repeated_rows(len(pairs), columns, torch.float32)[: len(pairs)]
     logits = strided_rows(torch.where(inside, rows, outside).to(dtype), math.inf)
-    for topk in (7, 2048):
-        check(logits, starts, ends, topk)
+    for topk, few in itertools.product((7, 2048), (len(pairs), 28)):
+        for part in zip(logits.split(few), starts.split(few), ends.split(few), strict=True):
+            check(*part, topk)
+
+
+@both_dtypes
+@pytest.mark.parametrize("columns", [8192, 16384, 32768])
+def test_whole_vectors_of_results_from_each_cta(columns: int, dtype: torch.dtype) -> None:
+    """Each eighth of the columns has as many of the best, so that those of every CTA begin at whole vectors."""
+    logits = torch.randn(20, columns, device=DEVICE)
+    logits.view(20, 8, -1)[..., :256] += 100
+    check(logits.to(dtype), *whole(logits), 2048)
 
 
 @both_dtypes
@@ -239,7 +252,9 @@ def test_more_than_2_to_the_31_results() -> None:
     assert values[:, columns:].max() == -math.inf
 
 
-@pytest.mark.parametrize("sizes", [(3, 2**17), (100, 20000), (500, 9000)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(3, 2**17), (100, 20000), (500, 9000), (90, 8000), (90, 16000), (20, 32000)], ids=str
+)
 def test_repeats_are_bitwise_equal(sizes: tuple[int, int]) -> None:
     logits = torch.randn(sizes, device=DEVICE).bfloat16().float()  # many are equal
     bounds = windows(logits)
@@ -253,8 +268,9 @@ def test_repeats_are_bitwise_equal(sizes: tuple[int, int]) -> None:
 def test_slots_of_a_cache(page_size: int, dtype: torch.dtype) -> None:
     """Every kernel, with tables of any numbers that may be too short, in any layout."""
     generator = torch.Generator(DEVICE).manual_seed(page_size)
-    few = ((1, 131077, 2048), (16, 70000, 2048), (33, 70000, 4096), (28, 40000, 50), (6, 30000, 2048), (6, 5, 9))
-    for rows, columns, topk in (*few, (300, 9000, 50), (300, 20000, 4096)):
+    filtered = ((1, 131077, 2048), (16, 70000, 2048), (33, 70000, 4096), (28, 40000, 50), (300, 20000, 4096))
+    held = ((6, 30000, 2048), (90, 16000, 2048), (90, 8000, 2048), (6, 5, 9), (300, 8000, 50))
+    for rows, columns, topk in (*filtered, *held, (300, 9000, 50)):
         logits = repeated_rows(rows, columns, dtype)[:rows]
         bounds, pages = windows(logits), -(-columns // page_size)
         for sequences, to_sequence in ((rows, False), (max(1, rows // 3), rows % 3 == 0), (4, True)):
@@ -294,7 +310,7 @@ def test_empty_tensors(sizes: tuple[int, int]) -> None:
         check(logits, *whole(logits), 3)
 
 
-@pytest.mark.parametrize("sizes", [(1, 3000), (1, 30000), (5, 30000), (32, 70000), (64, 50000)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 3000), (90, 8000), (90, 16000), (5, 30000), (32, 70000), (64, 50000)], ids=str)
 def test_side_stream(sizes: tuple[int, int]) -> None:
     """Logits that are written late on a side stream: a kernel on any other stream would read zeros."""
     logits = torch.randn(sizes, device=DEVICE)
@@ -305,7 +321,8 @@ def test_side_stream(sizes: tuple[int, int]) -> None:
 
 def test_kernels_that_start_early_in_a_row() -> None:
     """Calls on one buffer that is written anew before each, some of which start in the tail of the kernel before."""
-    sizes = [(1, 3000), (32, 70000), (4, 30000), (1, 70000), (300, 9000), (16, 70000), (1, 30000)]
+    lone = [(1, 3000), (90, 8000), (90, 16000), (4, 30000), (1, 70000), (32, 70000), (16, 70000)]
+    sizes = [*lone[:4], (300, 9000), *lone[4:], (1, 30000)]
     inputs = [torch.randn(size, device=DEVICE) for size in sizes]
     expected = [OP(x, *whole(x), 1000) for x in inputs]
     flat = torch.empty(max(x.numel() for x in inputs), device=DEVICE)
@@ -325,7 +342,8 @@ import torch, dsa_ext
 from dsa_ext.testing.tolerances import check_selected
 calls = []
 for rows, columns, dtype in (
-    (3, 2**17, torch.float32), (3, 30000, torch.float32), (100, 20000, torch.bfloat16), (500, 9000, torch.float32)
+    (3, 2**17, torch.float32), (3, 30000, torch.float32), (100, 20000, torch.bfloat16), (500, 9000, torch.float32),
+    (90, 8000, torch.float32), (90, 16000, torch.float32),
 ):
     logits = torch.randn(rows, columns, device="cuda").to(dtype)
     ends = torch.randint(columns, (rows,), dtype=torch.int32, device="cuda")

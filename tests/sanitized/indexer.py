@@ -12,10 +12,20 @@ from dsa_ext.testing.paged_inputs import make_paged_inputs
 from dsa_ext.testing.tolerances import check_selected
 from sanitized.calls import BF16, FP8, Args, call, checked, random
 
-# (R, C, K): one column, all selected, rows that two and three CTAs hold, a row that eight filter.
-TOPK_SELECT = ((3, 1, 5), (3, 300, 4096), (2, 13001, 2048), (2, 17004, 100), (1, 70001, 2048))
-# Each in fp32 and bf16: rows that one CTA filters, with room for few and for many candidates; a row that eight filter.
-TOPK_SELECT_FILTERED = ((140, 8209, 100), (140, 8209, 4096), (1, 70001, 2048))
+# (R, C, K), in fp32 and bf16 in turn: one column, all selected, rows that one, three, two and one CTAs hold, a row that
+# eight filter.
+TOPK_SELECT = (
+    (3, 1, 5),
+    (3, 300, 4096),
+    (2, 13001, 2048),
+    (2, 17004, 100),
+    (2, 20001, 2048),
+    (2, 5000, 100),
+    (1, 70001, 2048),
+)
+# Each in fp32 and bf16: rows that one CTA filters, with room for few and for many candidates; a row that eight filter;
+# more rows than SMs, held.
+TOPK_SELECT_MANY = ((140, 8209, 100), (140, 8209, 4096), (1, 70001, 2048), (140, 5000, 100))
 # (S, S_kv, K): one of each, all selected, several blocks of queries, many keys. Every kernel variant runs one of them.
 INDEXER = ((1, 1, 1), (5, 200, 300), (130, 300, 64), (3, 9000, 500))
 # (N, keys, page): one key, several pages, pages of several tiles. Every kernel variant runs one of them.
@@ -36,7 +46,7 @@ def topk_select() -> None:
     for dtype in (torch.float32, BF16):
         ends = torch.full((9,), 5, dtype=torch.int32)
         checked("topk_select", logits=random(9, 5).to(dtype), starts=torch.zeros_like(ends), ends=ends, topk=3)
-        for rows, columns, topk in TOPK_SELECT_FILTERED:
+        for rows, columns, topk in TOPK_SELECT_MANY:
             ends = torch.full((rows,), columns, dtype=torch.int32)
             logits = unaligned_rows(random(rows, columns).to(dtype))
             checked("topk_select", logits=logits, starts=ends % 7, ends=ends, topk=topk)

@@ -37,7 +37,7 @@ void check_paged_inputs(const char* op, const PagedScoring& scoring) {
   } else {
     check_tensor(op, "k_cache", k_cache, ScalarType::BFloat16, {{"blocks"}, {"page"}, {"Di", dim}});
   }
-  check_tensor(op, "weights", weights, ScalarType::Float, {{"R", batch * queries}, {"Hi", heads}});
+  check_tensor(op, "weights", weights, ScalarType::Float, {{"B * N", batch * queries}, {"Hi", heads}});
   if (context_lens.dim() == 1) {
     check_tensor(op, "context_lens", context_lens, ScalarType::Int, {{"B", batch}});
   } else {

@@ -18,6 +18,7 @@ struct TileSource {
   const float* g_scales;
 };
 
+// The page of a sequence that a tile is part of.
 __device__ __forceinline__ int page_of(const KernelParams& p, int tile) {
   const int tiles = page_tiles(p);
   return tiles == 1 ? tile : tile / tiles;

@@ -27,11 +27,11 @@ const char* launch_config(const Params& p, cudaStream_t stream) {
                  {kChunkColumns, kTileKeys, 1, kElementBytes})) {
     return "no tensor map for k_cache";
   }
-  constexpr int kBytes = sizeof(SharedStorage<Element, kC>);
-  static_assert(kBytes <= kMaxSharedBytes);
+  static_assert(sizeof(SharedStorage<Element, kC>) <= kMaxSharedBytes);
   const Grid grid(unsigned(p.num_sms), 1, /*programmatic=*/true);
+  // With all shared memory of an SM: CTAs of a kernel that starts early would gather on the SMs with room beside a CTA.
   return launch_kernel<indexer_logits_paged_kernel<Element, kRowBytes, kHeads, kPassRows, kMaxPasses>>(
-      p.device, grid, kC.threads(), kBytes, stream, KernelParams(p), q_map, k_map);
+      p.device, grid, kC.threads(), kMaxSharedBytes, stream, KernelParams(p), q_map, k_map);
 }
 
 template <class Element, int kRowBytes, int kHeads>

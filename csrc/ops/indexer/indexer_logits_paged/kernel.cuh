@@ -24,6 +24,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cutlass/cutlass.h>
 
 #include <cute/tensor.hpp>
 #include <type_traits>
@@ -32,6 +33,7 @@
 #include "ops/indexer/indexer_logits/heads.cuh"
 #include "sequences.cuh"
 #include "sm90/mbarrier.cuh"
+#include "sm90/predicated.cuh"
 #include "sm90/programmatic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
@@ -136,7 +138,8 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
   using Mma = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kRows>, Int<32 / int(sizeof(Element))>>,
                            GMMA::Major::K, GMMA::Major::K>()));
-  const int lane = thread % 32, warp = thread / 32 % 4;
+  // Quotients of unsigned numbers take fewer instructions.
+  const int lane = unsigned(thread) % 32, warp = unsigned(thread) / 32 % 4;
   Mma mma;
   const auto slice = mma.get_slice(thread % 128);
   // Descriptors of all operands.
@@ -202,9 +205,8 @@ __device__ __forceinline__ void multiply(SharedStorage<Element, kC>& shared, con
           const float sum = (odd ? other : key_sums[i]) + __shfl_xor_sync(~0u, odd ? key_sums[i] : other, 1);
           const float logit = kIsFp8<Element> ? sum * scale : sum;
           const KeyRun seen = shared.seen[q_slot][pass * kPassQueries + i + odd];
-          if (key < tile.column_end && seen.count >= 0) {
-            *g_logit = key < tile.keys_end && seen.contains(key) ? logit : -INFINITY;
-          }
+          const bool is_seen = key < tile.keys_end && seen.contains(key);
+          store_if(key < tile.column_end && seen.count >= 0, g_logit, is_seen ? logit : -INFINITY);
         }
       }
       __syncwarp();
@@ -240,7 +242,8 @@ __global__ void __launch_bounds__(Config{kRowBytes, kHeads, kPassRows, kMaxPasse
   launch_dependents();
   wait_for_preceding_kernel();
 
-  if (threadIdx.x < kC.math_threads()) {
+  // The compiler knows that this number is the same in a warp, and keeps descriptors in uniform registers.
+  if (cutlass::canonical_warp_group_idx() < kC.math_warpgroups()) {
     if constexpr (kC.moves_registers()) grow_registers<kMathRegisters>();
     multiply(shared, p, threadIdx.x);
     return;

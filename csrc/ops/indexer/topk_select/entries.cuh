@@ -41,7 +41,7 @@ struct Found {
 template <class Shape_>
 struct SelectorStorage {
   using Shape = Shape_;
-  Histogram<Shape> histograms[Shape::kMayFormClusters ? 2 : 1];  // a cluster alternates between two
+  Histogram<Shape> histograms[Shape::kIsLone ? 2 : 1];  // a cluster alternates between two
   alignas(16) Found found;
   unsigned warp_counts[2][Shape::kWarps];  // double-buffered
   unsigned warp_maxima[Shape::kWarps];

@@ -73,7 +73,7 @@ struct Filter {
     float out = 1 - __fdividef(static_cast<float>(topk), static_cast<float>(size));
     for (int i = 0; i < sample.log_pieces; ++i) out *= out;  // the share of groups without an entry above
     const float expected = kGroups * (1 - out), variance = expected * out;
-    constexpr float kMargin = Shape::kMayFormClusters ? 4 : 3;
+    constexpr float kMargin = Shape::kIsLone ? 4 : 3;
     const float wanted = expected + kMargin * variance * rsqrtf(fmaxf(variance, 1e-6f)) + 3;
     if (!(wanted < kGroups - 8)) return;
     const Piece best = sample.best();

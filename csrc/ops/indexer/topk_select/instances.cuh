@@ -9,8 +9,9 @@ namespace dsa::topk_select {
 
 template <class T, bool kSlots, class Shape>
 const char* launch_held(const KernelParams& p, sm90::Grid grid, cudaStream_t stream) {
-  return sm90::launch_kernel<held_topk_select_kernel<T, Shape, kSlots>>(p.device, grid, Shape::kThreads,
-                                                                        sizeof(HeldStorage<T, Shape>), stream, p);
+  constexpr int kBytes = Shape::kIsLone ? sm90::kMaxSharedBytes : int{sizeof(HeldStorage<T, Shape>)};
+  return sm90::launch_kernel<held_topk_select_kernel<T, Shape, kSlots>>(p.device, grid, Shape::kThreads, kBytes, stream,
+                                                                        p);
 }
 
 template <class T, class Shape>
@@ -30,7 +31,7 @@ const char* launch_filter(const KernelParams& p, sm90::Grid grid, cudaStream_t s
 
 template <class T, bool kSlots>
 Plan plan_of(const Params& p, int columns) {
-  return plan_row(p.rows, columns, p.num_sms, [&](int ctas) {
+  return plan_row(p.rows, columns, p.is_bf16, p.num_sms, [&](int ctas) {
     using Shape = LoneFilterShape;
     int clusters = 0;
     sm90::count_clusters<filter_topk_select_kernel<T, Shape, kSlots>>(p.device, ctas, Shape::kThreads,
@@ -48,16 +49,20 @@ int columns_read(const Params& p) {
 
 template <class T, bool kSlots>
 const char* launch_rows_of(const Params& params, cudaStream_t stream) {
-  const Plan plan = plan_of<T, kSlots>(params, columns_read<T>(params));
+  const int columns = columns_read<T>(params);
+  const Plan plan = plan_of<T, kSlots>(params, columns);
   const KernelParams p{params, plan.ctas};
   const unsigned ctas = unsigned(p.rows) * p.ctas, sms = p.num_sms;
-  const bool lone = !plan.held && ctas <= sms;
+  const bool lone = ctas <= sms;
   // CTAs that start before the preceding kernel has ended gather on the SMs that are free first, as many on one as have
-  // room there. That does no harm in three cases: there is one row, an SM takes only one CTA, or few rows are wanted.
-  const sm90::Grid grid(ctas, p.ctas, /*programmatic=*/p.wanted != nullptr || p.rows == 1 || lone);
+  // room there. That does no harm if an SM takes only one CTA, or if few rows are wanted.
+  const sm90::Grid grid(ctas, p.ctas, /*programmatic=*/p.wanted != nullptr || lone);
   if (plan.held) {
-    return p.ctas == 1 ? launch_held<T, kSlots, HeldShape>(p, grid, stream)
-                       : launch_held<T, kSlots, HeldClusterShape>(p, grid, stream);
+    if (!lone) return launch_held<T, kSlots, HeldShape>(p, grid, stream);
+    if constexpr (max_held(sizeof(T) == 2) > HeldShape::kHeld) {
+      if (columns > HeldShape::kHeld * p.ctas) return launch_held<T, kSlots, LoneHeldShape<false>>(p, grid, stream);
+    }
+    return launch_held<T, kSlots, LoneHeldShape<true>>(p, grid, stream);
   }
   if (lone) return launch_filter<T, kSlots, LoneFilterShape>(p, grid, stream);
   return p.topk <= kMaxTopkOf<FilterShape<true>> ? launch_filter<T, kSlots, FilterShape<true>>(p, grid, stream)

@@ -65,7 +65,13 @@ __device__ __forceinline__ void write_row(const Params& p, Selector<Storage>& se
   __syncthreads();
   const auto starts_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; };
   if (starts_aligned(g_indices + sums.x) && starts_aligned(g_values + sums.x) && kept % kUnit == 0) {
-    if (threadIdx.x == 0 && kept > 0) {
+    if constexpr (Shape::kIsLone) {  // latency counts
+      for (int i = threadIdx.x * kPiece; i < kept; i += Shape::kThreads * kPiece) {
+        using Values = std::conditional_t<sizeof(T) == 4, float4, float2>;
+        *reinterpret_cast<int4*>(g_indices + sums.x + i) = *reinterpret_cast<const int4*>(ids + i);
+        *reinterpret_cast<Values*>(g_values + sums.x + i) = *reinterpret_cast<const Values*>(values + i);
+      }
+    } else if (threadIdx.x == 0 && kept > 0) {
       sm90::bulk_store(g_indices + sums.x, ids, kept * sizeof(int));
       sm90::bulk_store(g_values + sums.x, values, kept * sizeof(T));
       sm90::tma_store_commit();
@@ -129,10 +135,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     r[piece] = load_piece(g_row + first + piece * kWarpPiece);
   }
 #pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-    if (i / kPiece >= pieces || all_inside) break;
-    const int column = first + i / kPiece * kWarpPiece + i % kPiece;
-    r[i / kPiece].values[i % kPiece] = run.contains(column, 1) ? static_cast<float>(g_row[column]) : NAN;
+  for (int piece = 0; piece < kPieces; ++piece) {
+    if (piece >= pieces || all_inside) break;
+    const int column = first + piece * kWarpPiece;
+    if (run.contains(column, kPiece)) {
+      r[piece] = load_piece(g_row + column);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        r[piece].values[i] = run.contains(column + i, 1) ? static_cast<float>(g_row[column + i]) : NAN;
+      }
+    }
   }
   Selector<Storage> selector{shared};
   selector.clear(shared.histograms[0]);

@@ -182,7 +182,7 @@ struct Selector {
         *reinterpret_cast<uint4*>(bins + i) = *reinterpret_cast<const uint4*>(group_bins + i);
         if (ctas == 1) *reinterpret_cast<uint4*>(group_bins + i) = {};
       }
-      if constexpr (Shape::kMayFormClusters) {
+      if constexpr (Shape::kIsLone) {
         if (ctas > 1) {
           // All CTAs have read the other histogram.
           histogram_turn ^= 1;
