@@ -306,7 +306,7 @@ def test_plan_row_fills_the_chip(host_functions: ModuleType) -> None:
     assert plan(132, 16384) == (1, True)
     assert plan(66, 16384, is_bf16=True) == (2, True)
     assert plan(28, 32768, is_bf16=True) == (4, True)
-    assert plan(29, 32768, is_bf16=True) == (3, False), "no SMs for four CTAs each"
+    assert plan(29, 32768, is_bf16=True) == (3, False), "no room for 29 clusters of four"
     assert plan(64, 32768, is_bf16=True) == (2, False)
     assert plan(64, 30000, is_bf16=True) == (1, False), "too short for two that filter"
     assert plan(10**6, 8192) == (1, True)

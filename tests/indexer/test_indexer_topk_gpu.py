@@ -251,7 +251,7 @@ def test_rows_whose_bars_mislead_in_later_runs() -> None:
 def test_rows_whose_bars_mislead_in_a_short_last_run(
     host_functions: ModuleType, seq: int, s_kv: int, last: int
 ) -> None:
-    """These rows are held by CTAs that have an SM each."""
+    """The last run's rows are held by CTAs that have an SM each."""
     assert seq - host_functions.indexer_topk.rows_at_once(seq, s_kv) == last
     inputs = mixed(seq, s_kv, torch.bfloat16)
     indices, values = selected(inputs, 50)

@@ -191,7 +191,7 @@ def bounds_of(pairs: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 @both_dtypes
 @pytest.mark.parametrize("columns", [100, 8000, 9000, 16000, 32000, 40000])
 def test_windows(columns: int, dtype: torch.dtype) -> None:
-    """Elements outside of the windows would rank first, or are NaN. For all rows, and for as few as are held alone."""
+    """Elements outside of the windows would rank first, or are NaN. All rows, and 28 at once: a CTA has an SM."""
     edges = (INT32_MIN, INT32_MIN + 1, -1, 0, 1, 2, 3, 5, columns // 2, columns - 1, columns, columns + 1, INT32_MAX)
     lengths = (6, 7, 8, 2047, 2048, 2049)
     pairs = [*itertools.product(edges, edges), *((start, start + n) for start in range(17) for n in lengths)]

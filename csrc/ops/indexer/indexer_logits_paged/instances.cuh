@@ -29,7 +29,7 @@ const char* launch_config(const Params& p, cudaStream_t stream) {
   }
   static_assert(sizeof(SharedStorage<Element, kC>) <= kMaxSharedBytes);
   const Grid grid(unsigned(p.num_sms), 1, /*programmatic=*/true);
-  // With all shared memory of an SM: CTAs of a kernel that starts early would gather on the SMs with room beside a CTA.
+  // With all shared memory of an SM: of a kernel that starts early, two CTAs would gather on one SM if it had room.
   return launch_kernel<indexer_logits_paged_kernel<Element, kRowBytes, kHeads, kPassRows, kMaxPasses>>(
       p.device, grid, kC.threads(), kMaxSharedBytes, stream, KernelParams(p), q_map, k_map);
 }
