@@ -356,7 +356,8 @@ class PagedKVCache:
 
     def _prefill_step(self) -> PrefillStep:
         if not isinstance(self.step, PrefillStep):
-            _fail("the current step is one of decoding, where keys are read from their pages")
+            names = "gather, gather_index, ids_of_keys and keys_of_ids"
+            _fail(f"{names} need a step of prefill; the current one is of decoding, which reads keys from their pages")
         return self.step
 
     def _layer(self, layer: int) -> int:
@@ -370,7 +371,8 @@ class PagedKVCache:
         if not is_rows or rows.dtype != dtype:
             got = describe(rows)
             hint = _OTHER_DTYPE if is_rows and {rows.dtype, dtype} <= {*_DTYPES} else ""
-            _fail(f"{name} must be {dtype_name(dtype)} [{tokens} tokens, {columns}], got {got}{hint}")
+            what = f"[.., {columns}] with {tokens} rows, one for each token of the step"
+            _fail(f"{name} must be {dtype_name(dtype)} {what}, got {got}{hint}")
         if rows.device != self.step.blocks.device:
             _fail(f"{name} must be on {self.step.blocks.device} like the cache, got {rows.device}")
         return rows.reshape(tokens, columns).contiguous()
