@@ -305,7 +305,7 @@ class PagedKVCache:
                 else "None: only keys in fp8 have scales"
             )
             _fail(f"k_scale must be {expected}, got {'None' if k_scale is None else describe(k_scale)}")
-        factors = None if k_scale is None else self._rows("k_scale", k_scale[..., None], 1, torch.float32)
+        factors = None if k_scale is None else self._rows("k_scale", k_scale, None, torch.float32)
         keys, scales = self._index_views(layer)
         _write(keys, self.step, rows)
         if factors is not None:
@@ -365,17 +365,19 @@ class PagedKVCache:
             _fail(f"layer must be from 0 to {self.layers - 1}, got {layer!r}")
         return layer
 
-    def _rows(self, name: str, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        tokens = len(self.step.blocks)
-        is_rows = isinstance(rows, Tensor) and rows.shape[-1:] == (columns,) and rows.numel() == tokens * columns
+    def _rows(self, name: str, rows: Tensor, columns: int | None, dtype: torch.dtype) -> Tensor:
+        """A row of `columns` for each token of the step; without `columns` a number."""
+        tokens, width = len(self.step.blocks), 1 if columns is None else columns
+        is_rows = isinstance(rows, Tensor) and rows.numel() == tokens * width
+        is_rows = is_rows and (columns is None or rows.shape[-1:] == (columns,))
         if not is_rows or rows.dtype != dtype:
             got = describe(rows)
             hint = _OTHER_DTYPE if is_rows and {rows.dtype, dtype} <= {*_DTYPES} else ""
-            what = f"[.., {columns}] with {tokens} rows, one for each token of the step"
-            _fail(f"{name} must be {dtype_name(dtype)} {what}, got {got}{hint}")
+            shape = f"[..], {tokens} numbers" if columns is None else f"[.., {columns}], {tokens} rows"
+            _fail(f"{name} must be {dtype_name(dtype)} {shape}, one for each token of the step, got {got}{hint}")
         if rows.device != self.step.blocks.device:
             _fail(f"{name} must be on {self.step.blocks.device} like the cache, got {rows.device}")
-        return rows.reshape(tokens, columns).contiguous()
+        return rows.reshape(tokens, width).contiguous()
 
     def _index_views(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """The indexer's keys [pages, page_size, index_columns] and their scales [pages, page_size, 1]."""

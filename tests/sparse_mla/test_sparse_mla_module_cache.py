@@ -311,9 +311,7 @@ def test_errors_of_calls() -> None:
             layer(x, cache=cache)
         other = make_layer(torch.float32)
         hint = r"\(autocast changes .*: make_cache and the layer must be called under the same autocast\)$"
-        with pytest.raises(
-            ValueError, match=rf"kv must be float64 \[\.\., 576\] with 2 rows, .*, got float32 .* {hint}"
-        ):
+        with pytest.raises(ValueError, match=rf"kv must be float64 \[.., 576\], 2 rows, .*, got float32 .* {hint}"):
             other(x.float().expand(1, 2, -1), cache=cache)
         layer.phase = "dense"
         with pytest.raises(ValueError, match="a cache is for the phase 'sparse', got 'dense'"):
