@@ -299,12 +299,9 @@ class PagedKVCache:
         of each [...], fp32."""
         rows = self._rows("k", k, self.index_columns, self.index_dtype)
         if (k_scale is None) == (self.index_dtype == FP8):
-            expected = (
-                "a Tensor: keys in float8_e4m3fn have scales"
-                if k_scale is None
-                else "None: only keys in fp8 have scales"
-            )
-            _fail(f"k_scale must be {expected}, got {'None' if k_scale is None else describe(k_scale)}")
+            if k_scale is not None:
+                _fail(f"k_scale must be None: only keys in fp8 have scales, got {describe(k_scale)}")
+            _fail("k_scale must be a Tensor: keys in float8_e4m3fn have scales, got None")
         factors = None if k_scale is None else self._rows("k_scale", k_scale, None, torch.float32)
         keys, scales = self._index_views(layer)
         _write(keys, self.step, rows)
