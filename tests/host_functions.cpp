@@ -36,6 +36,7 @@ PYBIND11_MODULE(host_functions, m) {
   });
   py::module_ fwd = m.def_submodule("sparse_mla_fwd");
   fwd.def("plan_splits", &op::plan_splits, py::arg("items"), py::arg("topk"), py::arg("num_sms"));
+  fwd.def("looks_for_padding", &op::looks_for_padding);
   fwd.attr("block_k") = op::kBlockK;
   fwd.attr("max_splits") = op::kMaxSplits;
   fwd.attr("threads") = op::kThreads;
@@ -70,6 +71,7 @@ PYBIND11_MODULE(host_functions, m) {
     const auto plan = dsa::sparse_mla_decode::make_plan(tokens, heads, topk, num_sms, is_packed, batch_invariant);
     return py::make_tuple(plan.block_heads, plan.splits);
   });
+  decode.def("looks_for_padding", &dsa::sparse_mla_decode::looks_for_padding);
   decode.def("quotient", [](uint32_t x, int divisor) { return dsa::sparse_mla_decode::Divisor(divisor).quotient(x); });
   decode.attr("head_blocks") =
       std::vector<int>(std::begin(dsa::sparse_mla_decode::kHeadBlocks), std::end(dsa::sparse_mla_decode::kHeadBlocks));

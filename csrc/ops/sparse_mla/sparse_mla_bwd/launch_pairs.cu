@@ -1,4 +1,5 @@
 // Launches the kernels of pairs of CTAs.
+#include <algorithm>
 #include <type_traits>
 
 #include "launches.h"
@@ -30,7 +31,9 @@ const char* launch_columns(Params& p, int64_t queries, cudaStream_t stream) {
   };
   error = p.deterministic ? launch_dist(std::true_type{}) : launch_dist(std::false_type{});
   if (error != nullptr) return error;
-  return launch_kernel<dq_kernel<kQk>>(p.device, unsigned(2 * items), kDqThreads, sizeof(DqStorage<kQk>), stream, p);
+  const int halves = static_cast<int>(2 * items);
+  return launch_kernel<dq_kernel<kQk>>(p.device, unsigned(std::min(halves, p.num_sms)), kDqThreads,
+                                       sizeof(DqStorage<kQk>), stream, p, halves);
 }
 
 }  // namespace

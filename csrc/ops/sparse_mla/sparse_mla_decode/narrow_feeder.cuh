@@ -65,11 +65,26 @@ struct NarrowFeeder {
       if (!has_ids) return;
       const Item item(p, next_item);
       next_item += gridDim.x;
-      tiles_left = item.tiles;
-      const int first_slot = item.first_tile * kTileKeys + own_row();
-      slots_left = item.slot_end - first_slot;
-      g_ids = item.indices(p) + first_slot;
+      const auto begin = [&](int slots) {
+        const ItemSlots share(p, item, slots);
+        tiles_left = share.tiles;
+        const int first_slot = share.first_tile * kTileKeys + own_row();
+        slots_left = share.slot_end - first_slot;
+        g_ids = item.indices(p) + first_slot;
+        load_id();
+      };
+      if (p.trims) {
+        // Most lists have no padding: the first ids are loaded while the end is looked for.
+        begin(p.topk);
+        if (const int slots = slots_of_item(p, item); slots < p.topk) begin(slots);
+      } else {
+        begin(slots_of_item(p, item));
+      }
+    } else {
+      load_id();
     }
+  }
+  __device__ __forceinline__ void load_id() {
     id = slots_left > 0 ? __ldg(g_ids) : -1;
     g_ids += kTileKeys;
     slots_left -= kTileKeys;

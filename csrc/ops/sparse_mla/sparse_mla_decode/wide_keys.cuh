@@ -43,17 +43,30 @@ __device__ __forceinline__ void load_raw_keys(WideStorage<kColumns, kPaired>& sh
   Ring<kRawStages> at;
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Item item(p, index);
-    const int first_slot = item.first_tile * kTileKeys + first_own_key<kPaired>() + key;
-    const int* g_ids = item.indices(p) + first_slot;
-    int slots_left = lane < kKeys ? item.slot_end - first_slot : 0;  // from the lane's next one on
+    const int* g_ids;
+    int slots_left, tiles_left, next;  // slots: from the lane's next one on
     const auto take_id = [&] {
       const int id = slots_left > 0 ? __ldg(g_ids) : -1;
       g_ids += kWideKeys;
       slots_left -= kWideKeys;
       return id;
     };
-    int next = take_id();
-    for (int tiles_left = item.tiles_of<kWideKeys>(); tiles_left > 0; --tiles_left) {
+    const auto begin = [&](int slots) {
+      const ItemSlots share(p, item, slots);
+      const int first_slot = share.first_tile * kTileKeys + first_own_key<kPaired>() + key;
+      g_ids = item.indices(p) + first_slot;
+      slots_left = lane < kKeys ? share.slot_end - first_slot : 0;
+      tiles_left = share.tiles_of<kWideKeys>();
+      next = take_id();
+    };
+    if (p.trims) {
+      // Most lists have no padding: the first ids are loaded while the end is looked for.
+      begin(p.topk);
+      if (const int slots = slots_of_item(p, item); slots < p.topk) begin(slots);
+    } else {
+      begin(slots_of_item(p, item));
+    }
+    for (; tiles_left > 0; --tiles_left) {
       const int id = next;
       next = take_id();
       RawStage<kColumns, kPaired>& stage = shared.raw[at.slot];

@@ -20,4 +20,8 @@ inline int plan_splits(long items, int topk, int num_sms) {
   return splits < 1 ? 1 : splits;
 }
 
+// Whether padding at the end of lists is looked for. The look takes as long as a third of a tile, and with much padding
+// longer: so only where a part has many tiles, and a list few parts.
+constexpr bool looks_for_padding(int topk, int splits) { return splits <= 8 && topk >= 16 * kBlockK * splits; }
+
 }  // namespace dsa::sparse_mla_fwd
