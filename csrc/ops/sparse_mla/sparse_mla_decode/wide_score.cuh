@@ -270,8 +270,8 @@ __device__ __forceinline__ void score_wide(WideStorage<kColumns, kPaired>& share
     int tiles;
     {
       const Item item(p, index);
-      load_queries(shared, p, item, q_words);
       tiles = ItemSlots(p, item, slots_of_item(p, item)).tiles_of<kWideKeys>();
+      load_queries(shared, p, item, q_words);
     }
     RowSoftmax softmax;
     for (int j = 0; j < tiles; ++j) {
