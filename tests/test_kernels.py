@@ -165,7 +165,6 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             2 * 2,
             384,
             ("HGMMA", "LDGSTS", "STSM", "SYNCS", "ACQBULK", *unpacking),
-            spilled=36,
         ),
         "sparse_mla_decode/launch_narrow": Kernels(
             "sparse_mla_decode_narrow_kernel",

@@ -1,8 +1,7 @@
 """Times dsa_ext.sparse_mla_decode in CUDA graphs; writes its results file, with the peer's figures, and plot.
 
-Contexts of 32768 keys in pages of 64, lists of 2048 keys, ascending, or of 512 keys and padding. Every graph has
-several calls with other queries and lists. TFLOP/s count all listed keys; TB/s count their bytes once per token.
-Results are checked on some tokens.
+Contexts of 32768 keys in pages of 64, 2048 keys selected, ascending. Every graph has several calls with other queries
+and lists. TFLOP/s count all selected keys; TB/s count their bytes once per token. Results are checked on some tokens.
 """
 
 from collections.abc import Iterator
@@ -30,12 +29,11 @@ class Spec:
     heads: int
     packed: bool = True
     batch_invariant: bool = False
-    keys: int = TOPK  # of a list; padding follows
 
     @property
     def name(self) -> str:
-        name = f"{'fp8' if self.packed else 'bf16'}_h{self.heads}_b{self.batch}_n{self.tokens}"
-        return name + "_invariant" * self.batch_invariant + f"_k{self.keys}" * (self.keys < TOPK)
+        kind = "fp8" if self.packed else "bf16"
+        return f"{kind}_h{self.heads}_b{self.batch}_n{self.tokens}" + "_invariant" * self.batch_invariant
 
 
 def specs() -> Iterator[Spec]:
@@ -46,8 +44,6 @@ def specs() -> Iterator[Spec]:
         yield Spec("fp8, 128 heads", batch, 1, 128, batch_invariant=True)
         for heads in (128, 16):
             yield Spec("bf16", batch, 1, heads, packed=False)
-    for batch in (8, 32, 128):
-        yield Spec("fp8, 128 heads, 512 keys and padding", batch, 1, 128, keys=512)
 
 
 def make_cache(batch: int, packed: bool, context: int = CONTEXT) -> Tensor:
@@ -57,10 +53,10 @@ def make_cache(batch: int, packed: bool, context: int = CONTEXT) -> Tensor:
     return rows.expand(batch, -1, -1).reshape(batch * context // PAGE, PAGE, 1, -1)
 
 
-def make_lists(batch: int, tokens: int, keys: int) -> Tensor:
-    ids = torch.rand(batch * tokens, CONTEXT, device="cuda").topk(keys).indices.sort().values
+def make_lists(batch: int, tokens: int) -> Tensor:
+    ids = torch.rand(batch * tokens, CONTEXT, device="cuda").topk(TOPK).indices.sort().values
     first = torch.arange(batch, device="cuda")[:, None, None] * CONTEXT
-    return torch.nn.functional.pad((ids.view(batch, tokens, keys) + first).int(), (0, TOPK - keys), value=-1)
+    return (ids.view(batch, tokens, TOPK) + first).int()
 
 
 def peer_of(spec: Spec, flop: int) -> tuple[str, float] | None:
@@ -77,7 +73,7 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     cache = make_cache(spec.batch, spec.packed)
     shape = (spec.batch, spec.tokens, spec.heads, COLUMNS)
     sets = [
-        (torch.randn(shape, device="cuda").bfloat16(), make_lists(spec.batch, spec.tokens, spec.keys))
+        (torch.randn(shape, device="cuda").bfloat16(), make_lists(spec.batch, spec.tokens))
         for _ in range(2 if spec.batch > 32 else 8)
     ]
 
@@ -90,13 +86,13 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     found = errors(OP, (out[some], lse[some]), args)
     found.check()
     ms = measure_rotating_ms(call, sets)
-    flop = 2 * spec.batch * spec.tokens * spec.heads * spec.keys * (COLUMNS + 512)
-    key_bytes = spec.batch * spec.tokens * spec.keys * cache.shape[-1] * cache.element_size()
+    flop = 2 * spec.batch * spec.tokens * spec.heads * TOPK * (COLUMNS + 512)
+    key_bytes = spec.batch * spec.tokens * TOPK * cache.shape[-1] * cache.element_size()
     letters = {"B": spec.batch, "N": spec.tokens, "H": spec.heads, "K": TOPK, "context": CONTEXT, "page": PAGE}
     return make_case(
         spec.name,
         spec.group,
-        {**letters, "packed": spec.packed, "batch_invariant": spec.batch_invariant, "keys": spec.keys},
+        {**letters, "packed": spec.packed, "batch_invariant": spec.batch_invariant},
         ms,
         tflops=flop / ms / 1e9,
         peer=peer_of(spec, flop),
