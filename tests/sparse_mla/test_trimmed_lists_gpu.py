@@ -15,14 +15,16 @@ from dsa_ext.testing.timing import time_ms
 
 pytestmark = pytest.mark.gpu
 OPS = torch.ops.dsa
-#: Where the last key of a list may be: nowhere, at either end, around tiles of 64 slots and steps of 256.
-LAST = (0, 1, 63, 64, 65, 255, 256, 257, 511, 512, 513, 2047, 2048)
+#: Where the last key of a list may be: nowhere, at its beginning, around tiles of 64 slots; counted from its end, around
+#: the 32 slots that are searched first and the steps of 256 that follow.
+FROM_BEGIN, FROM_END = (0, 1, 63, 64, 65), (0, 1, 31, 32, 33, 287, 288, 289, 543, 544, 545, 1823, 1824, 1825)
 
 
 def trimmed(indices: Tensor, s_kv: int) -> tuple[Tensor, Tensor]:
     """Lists [..., K] that end in ids that are no keys, after holes and their last key, and where these ends begin."""
     topk = indices.shape[-1]
-    lengths = torch.tensor([n for n in LAST if n <= topk] + [topk], device=DEVICE, dtype=torch.int32)
+    ends = [*FROM_BEGIN, *(topk - n for n in FROM_END)]
+    lengths = torch.tensor([n for n in ends if 0 <= n <= topk], device=DEVICE, dtype=torch.int32)
     rows = indices.shape[:-1].numel()
     lengths = lengths.repeat(rows // len(lengths) + 1)[:rows].view(indices.shape[:-1])
     slots = torch.arange(topk, device=DEVICE)
@@ -40,7 +42,7 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("topk", [1, 100, 1100, 2048])
 @pytest.mark.parametrize(("heads", "seq"), [(128, 40), (64, 150), (32, 80), (16, 150), (5, 80)], ids=str)
 def test_attention(heads: int, seq: int, topk: int) -> None:
-    """Queries enough that no list is split into parts, whose ends would depend on the length."""
+    """Queries enough that the forward pass splits no list into parts, whose ends would depend on the length."""
     inputs = make_gpu(seq=seq, s_kv=3000, heads=heads, topk=topk)
     indices, lengths = trimmed(inputs.indices, 3000)
     q, kv, options = inputs.q, inputs.kv, {"causal": False, "topk_length": lengths[..., 0]}
@@ -89,7 +91,7 @@ def test_attn_dist(seq: int, options: dict[str, Any]) -> None:
     args = (inputs.q, inputs.kv, indices, lse)
     got = OPS.attn_dist(*args, causal=False, **options)
     assert torch.equal(got, OPS.attn_dist(*args, causal=False, topk_length=longest, **options))
-    assert (got[..., indices < 0] == 0).all()
+    assert (got[..., (indices < 0) | (indices >= 3000)] == 0).all()
 
 
 def test_keys_hidden_by_position() -> None:
