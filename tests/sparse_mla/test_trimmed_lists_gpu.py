@@ -15,8 +15,8 @@ from dsa_ext.testing.timing import time_ms
 
 pytestmark = pytest.mark.gpu
 OPS = torch.ops.dsa
-#: Where the last key of a list may be: nowhere, at its beginning, around tiles of 64 slots; counted from its end, around
-#: the 32 slots that are searched first and the steps of 256 that follow.
+#: Where the last key of a list may be: nowhere, at its beginning, around tiles of 64 slots; counted from its end,
+#: around the 32 slots searched first and the steps of 256 that follow.
 FROM_BEGIN, FROM_END = (0, 1, 63, 64, 65), (0, 1, 31, 32, 33, 287, 288, 289, 543, 544, 545, 1823, 1824, 1825)
 
 
