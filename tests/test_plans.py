@@ -111,12 +111,11 @@ def test_plan_splits(host_functions: ModuleType, items: int, topk: int, num_sms:
         assert splits * items <= num_sms, "the parts must run at once"
 
 
-def test_padding_is_looked_for_where_parts_are_long(host_functions: ModuleType) -> None:
-    fwd, decode = host_functions.sparse_mla_fwd, host_functions.sparse_mla_decode
-    assert [fwd.looks_for_padding(*args) for args in ((1023, 1), (1024, 1), (4095, 4), (4096, 4))] == [False, True] * 2
-    assert [decode.looks_for_padding(*args) for args in ((255, 1), (256, 1), (2047, 8), (2048, 8))] == [False, True] * 2
-    assert not fwd.looks_for_padding(2**20, 9)
-    assert not decode.looks_for_padding(2**20, 9)
+def test_lists_are_searched_where_parts_are_long(host_functions: ModuleType) -> None:
+    for module, slots in ((host_functions.sparse_mla_fwd, 1024), (host_functions.sparse_mla_decode, 256)):
+        assert module.fewest_searched_slots == slots
+        searched = [host_functions.searches_lists(slots * n - less, n, slots) for n in (1, 8, 9) for less in (0, 1)]
+        assert searched == [True, False, True, False, False, False]
 
 
 def test_plan_splits_fills_the_chip(host_functions: ModuleType) -> None:

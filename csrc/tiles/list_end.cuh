@@ -1,13 +1,14 @@
-// The end of a list, behind which all is padding.
+// The search for the end of a list, behind which all is padding.
 #pragma once
 
+#include "list_end.h"
 #include "sm90/registers.cuh"
 #include "visibility.cuh"
 
 namespace dsa::tiles {
 
-// The slots of a list up to its last visible id, of `slots`. Most lists have no padding, so the last ids are looked at
-// first. Called by whole warps.
+// The slots up to the last one, of the first `slots`, whose id is visible; 0 if none is. Most lists have no padding, so
+// the last 32 ids are loaded first, then 256 at a time. Called by all lanes of a warp.
 __device__ __forceinline__ int slots_to_last_key(const int* g_ids, int slots, VisibleIds visible) {
   constexpr int kLanes = 32, kSteps = 8;
   const int lane = sm90::thread_index() % kLanes;
@@ -24,8 +25,5 @@ __device__ __forceinline__ int slots_to_last_key(const int* g_ids, int slots, Vi
   }
   return used;
 }
-
-// Where more CTAs share a list, each would look for its end for as long as its part takes.
-inline constexpr int kMostLookingParts = 8;
 
 }  // namespace dsa::tiles

@@ -14,16 +14,16 @@ struct KernelParams : Params {
   Rounds rounds;
 };
 
-// The heads of one query and group, with all tiles or a piece of them. Made by whole warps.
+// The heads of one query and group, with all tiles or a piece of them. Constructed by all lanes of a warp.
 struct Item {
   int group, s, b;
-  int slots;  // leading slots in use
+  int slots;  // leading slots that are used
   VisibleIds ids;
   int first, tiles;  // at least one tile, perhaps without a visible key, perhaps the same as of the next piece
   int first_unused;  // slots from here on are behind the last tile; of the last piece
 
-  // `trims`: whether padding at the end of its list is looked for.
-  __device__ __forceinline__ Item(const KernelParams& p, int index, bool trims) {
+  // `searches`: whether its list is searched for its end.
+  __device__ __forceinline__ Item(const KernelParams& p, int index, bool searches) {
     int piece = 0, pieces = 1;
     if (const int later = index - p.rounds.whole; later >= 0) {
       pieces = p.rounds.pieces;
@@ -35,7 +35,7 @@ struct Item {
     b = index / p.seq_q;
     slots = used_slots(p, b, s);
     ids = visible_ids(p, b, s);
-    if (trims && p.topk_length == nullptr && pieces <= kMostLookingParts) {
+    if (searches && p.topk_length == nullptr && pieces <= kMostSearchingParts) {
       slots = slots_to_last_key(indices(p), slots, ids);
     }
     const int all_tiles = ids.any() && slots > 0 ? (slots + kTileKeys - 1) / kTileKeys : 1;

@@ -25,7 +25,8 @@ struct DqStorage {
   uint64_t full[kDqStages], free[kDqStages];
 };
 
-// Calls visit(item, half) for the halves that the CTA takes, with all keys of an item and rows of head block `block`.
+// Calls visit(item, half) for each half that the CTA takes. Halves 2 i and 2 i + 1 are those of item i, which has all
+// keys and the rows of head block `block`.
 template <class Visit>
 __device__ __forceinline__ void for_each_half(const Params& p, int halves, int block, Visit visit) {
 #pragma unroll 1
@@ -42,7 +43,7 @@ __device__ __forceinline__ void gather_for_dq(DqStorage<kQk>& shared, const Para
   for_each_half(p, halves, 0, [&](const Item& item, int half) {
     const ItemPlace place = item.place(p);
     const char* g_keys = place.g_keys + gather_piece(thread) * 16 + half * kHalfChunks * kSwizzleRowBytes;
-    const int tail = (2 - half) * kHalfChunks * kSwizzleRowBytes;  // from there
+    const int tail = (2 - half) * kHalfChunks * kSwizzleRowBytes;  // bytes from there to the tail
     const char* g_dscores = static_cast<const char*>(p.dscores) + item.first_dscores * (2 * kProbsBytes);
     const bool has_tail_piece = kQk > 512 && gather_piece(thread) / 4 == half;
     int ids[kGatherRowsPerThread];
@@ -141,7 +142,7 @@ __device__ __forceinline__ void multiply_for_dq(DqStorage<kQk>& shared, const Pa
   });
 }
 
-// `halves`: of the columns of all items, those of an item side by side.
+// `halves`: twice the number of items.
 template <int kQk>
 __global__ void __launch_bounds__(kDqThreads, 1) dq_kernel(const __grid_constant__ Params p, int halves) {
   extern __shared__ __align__(1024) char shared_bytes_[];

@@ -155,7 +155,7 @@ struct ItemRows {
   }
 };
 
-// The rows with all of their keys or a part of them. Made by whole warps.
+// The rows with all of their keys or a part of them. Constructed by all lanes of a warp.
 struct Item : ItemRows {
   VisibleIds ids;
   int first_slot, slots, tiles;  // of this part; tiles >= 1
@@ -171,8 +171,8 @@ struct Item : ItemRows {
 
   __device__ __forceinline__ Item(const Params& p, const Share& share, int block)
       : ItemRows(p, share, block), ids(visible_ids(p, b, s)) {
-    const bool trims = p.topk_length == nullptr && share.parts <= kMostLookingParts;
-    const int used = trims ? slots_to_last_key(indices(p), p.topk, ids) : used_slots(p, b, s);
+    const bool searches = p.topk_length == nullptr && share.parts <= kMostSearchingParts;
+    const int used = searches ? slots_to_last_key(indices(p), p.topk, ids) : used_slots(p, b, s);
     const SlotRange range(used, ids, share);
     first_slot = range.first, slots = range.slots, tiles = range.tiles;
     dq_part = share.dq_part;

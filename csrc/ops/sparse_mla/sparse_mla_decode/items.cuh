@@ -40,7 +40,7 @@ struct KernelParams : Params {
   Divisor page_slots;
   float scale_log2;  // |sm_scale| * log2(e); above zero so that masked scores stay -inf
   bool negate_q;     // sm_scale is negative
-  bool trims;        // the end of lists is looked for, see looks_for_padding
+  bool searches;     // lists for their end, see searches_lists
 };
 
 inline KernelParams::KernelParams(const Params& params)
@@ -52,7 +52,7 @@ inline KernelParams::KernelParams(const Params& params)
       page_slots(page > 0 ? page : 1),
       scale_log2(std::fmax(std::fabs(sm_scale) * kLog2E, std::numeric_limits<float>::denorm_min())),
       negate_q(sm_scale < 0),
-      trims(topk_length == nullptr && looks_for_padding(topk, plan.splits)) {
+      searches(topk_length == nullptr && searches_lists(topk, plan.splits, kFewestSearchedSlots)) {
   items = batch * tokens * plan.splits * int(ceil_div(heads, plan.block_heads));
 }
 
@@ -77,10 +77,9 @@ struct Item {
   __device__ __forceinline__ int heads_left(const KernelParams& p) const { return p.heads - first_head(p); }
 };
 
-// The leading slots of an item's token that topk_length says are in use, or all or those up to its last key. Called by
-// whole warps.
+// The leading slots that an item's token uses. Called by all lanes of a warp.
 __device__ __forceinline__ int slots_of_item(const KernelParams& p, const Item& item) {
-  if (p.trims) return slots_to_last_key(item.indices(p), p.topk, {0, p.slots});
+  if (p.searches) return slots_to_last_key(item.indices(p), p.topk, {0, p.slots});
   if (p.topk_length == nullptr) return p.topk;
   const int length = p.topk_length[item.b * p.topk_length_stride_b + item.n * p.topk_length_stride_n];
   return max(0, min(length, p.topk));

@@ -73,8 +73,8 @@ struct NarrowFeeder {
         g_ids = item.indices(p) + first_slot;
         load_id();
       };
-      if (p.trims) {
-        // Most lists have no padding: the first ids are loaded while the end is looked for.
+      if (p.searches) {
+        // Most lists are full: their first ids are loaded during the search.
         begin(p.topk);
         if (const int slots = slots_of_item(p, item); slots < p.topk) begin(slots);
       } else {

@@ -70,8 +70,8 @@ inline Plan make_plan(int64_t tokens, int heads, int topk, int num_sms, bool is_
   return best;
 }
 
-// Whether padding at the end of lists is looked for, if keys are packed: where a part has tiles enough for the look to
-// hardly matter, and a list few parts, for with much padding the look takes longer.
-constexpr bool looks_for_padding(int topk, int splits) { return splits <= 8 && topk >= 4 * kTileKeys * splits; }
+// The fewest slots of a part for which lists are searched for their end, if keys are packed; for bf16 keys, see
+// sparse_mla_fwd.
+inline constexpr int kFewestSearchedSlots = 4 * kTileKeys;
 
 }  // namespace dsa::sparse_mla_decode

@@ -59,8 +59,8 @@ __device__ __forceinline__ void load_raw_keys(WideStorage<kColumns, kPaired>& sh
       tiles_left = share.tiles_of<kWideKeys>();
       next = take_id();
     };
-    if (p.trims) {
-      // Most lists have no padding: the first ids are loaded while the end is looked for.
+    if (p.searches) {
+      // Most lists are full: their first ids are loaded during the search.
       begin(p.topk);
       if (const int slots = slots_of_item(p, item); slots < p.topk) begin(slots);
     } else {

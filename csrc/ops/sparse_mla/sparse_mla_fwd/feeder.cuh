@@ -53,11 +53,11 @@ struct Feeder {
     slots_left -= kBlockK;
   }
 
-  // The slots of the list of item `index` that are read.
+  // The leading slots that the query of item `index` uses. Called by all lanes of a warp.
   __device__ __forceinline__ int slots_of_item() const {
     const Item item(p, index);
-    return p.trims ? slots_to_last_key(item.indices(p), p.topk, tiles::visible_ids(p, item.b, item.s))
-                   : used_slots(p, item.b, item.s);
+    return p.searches ? slots_to_last_key(item.indices(p), p.topk, tiles::visible_ids(p, item.b, item.s))
+                      : used_slots(p, item.b, item.s);
   }
 
   // The next tile's rows of keys.
@@ -107,9 +107,9 @@ struct Feeder {
                    {chunk * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b}, full(at));
         }
       }
-      __syncwarp();  // the look takes whole warps
+      __syncwarp();
       const int slots = slots_of_item();
-      const Item item(p, recomputed(index));  // found again, so that it takes no registers during the look
+      const Item item(p, recomputed(index));  // decoded again, so that it takes no registers during the search
       const ItemSlots share(p, item, slots);
       index += gridDim.x;
       if (!kBack && thread == 0) shared.item_tiles[parity ^ 1][at] = share.tiles;

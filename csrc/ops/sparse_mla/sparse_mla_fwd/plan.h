@@ -20,8 +20,8 @@ inline int plan_splits(long items, int topk, int num_sms) {
   return splits < 1 ? 1 : splits;
 }
 
-// Whether padding at the end of lists is looked for. The look takes as long as a third of a tile, and with much padding
-// longer: so only where a part has many tiles, and a list few parts.
-constexpr bool looks_for_padding(int topk, int splits) { return splits <= 8 && topk >= 16 * kBlockK * splits; }
+// The fewest slots of a part for which lists are searched for their end: the search takes as long as a third of a tile,
+// and longer if there is much padding.
+inline constexpr int kFewestSearchedSlots = 16 * kBlockK;
 
 }  // namespace dsa::sparse_mla_fwd

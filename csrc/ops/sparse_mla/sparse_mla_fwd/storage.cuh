@@ -84,7 +84,7 @@ struct KernelParams : Params {
   cutlass::FastDivmod head_blocks, group_count, split_count, query_count;  // to decode an item's index
   float scale_log2;  // |sm_scale| * log2(e); above zero so that masked scores stay -inf
   bool negate_q;     // sm_scale is negative
-  bool trims;        // the end of lists is looked for, see looks_for_padding
+  bool searches;     // lists for their end, see searches_lists
   Maxima maxima;
 };
 
@@ -97,7 +97,7 @@ inline KernelParams::KernelParams(const Params& params, const Maxima& maxima)
       query_count(seq_q),
       scale_log2(std::fmax(std::fabs(sm_scale) * kLog2E, std::numeric_limits<float>::denorm_min())),
       negate_q(sm_scale < 0),
-      trims(topk_length == nullptr && looks_for_padding(topk, splits)),
+      searches(topk_length == nullptr && searches_lists(topk, splits, kFewestSearchedSlots)),
       maxima(maxima) {
   items = batch * seq_q * groups * splits * head_blocks;
 }
