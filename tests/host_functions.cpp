@@ -18,7 +18,6 @@
 #include "ops/sparse_mla/sparse_mla_decode/plan.h"
 #include "ops/sparse_mla/sparse_mla_fwd/config.h"
 #include "ops/sparse_mla/sparse_mla_fwd/plan.h"
-#include "tiles/list_end.h"
 #include "torch/strides.h"
 
 namespace py = pybind11;
@@ -35,10 +34,8 @@ PYBIND11_MODULE(host_functions, m) {
     dsa::dense_row_strides(static_cast<int>(sizes.size()), sizes.data(), strides.data(), result.data());
     return result;
   });
-  m.def("searches_lists", &dsa::tiles::searches_lists);
   py::module_ fwd = m.def_submodule("sparse_mla_fwd");
   fwd.def("plan_splits", &op::plan_splits, py::arg("items"), py::arg("topk"), py::arg("num_sms"));
-  fwd.attr("fewest_searched_slots") = op::kFewestSearchedSlots;
   fwd.attr("block_k") = op::kBlockK;
   fwd.attr("max_splits") = op::kMaxSplits;
   fwd.attr("threads") = op::kThreads;
@@ -73,7 +70,6 @@ PYBIND11_MODULE(host_functions, m) {
     const auto plan = dsa::sparse_mla_decode::make_plan(tokens, heads, topk, num_sms, is_packed, batch_invariant);
     return py::make_tuple(plan.block_heads, plan.splits);
   });
-  decode.attr("fewest_searched_slots") = dsa::sparse_mla_decode::kFewestSearchedSlots;
   decode.def("quotient", [](uint32_t x, int divisor) { return dsa::sparse_mla_decode::Divisor(divisor).quotient(x); });
   decode.attr("head_blocks") =
       std::vector<int>(std::begin(dsa::sparse_mla_decode::kHeadBlocks), std::end(dsa::sparse_mla_decode::kHeadBlocks));

@@ -37,6 +37,7 @@ SOURCES = [
     "sparse_mla_bwd/launch_pairs",
     "sparse_mla_bwd/sort_lists",
     "merged_lists/launch",
+    "list_lengths/launch",
     "attn_dist/launch",
     "sparse_mha/mask",
     "sparse_mha_fwd/launch",
@@ -144,6 +145,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "merged_lists/launch": Kernels(
             "merge_lists_kernelILi", 3, 256, ("ATOMS", "POPC"), ("find_unfit_keys_kernel", "list_items_kernel")
         ),
+        "list_lengths/launch": Kernels("list_lengths_kernel", 1, 256, ("REDUX.MAX", "LDG", "ACQBULK")),
         "sparse_mha/mask": Kernels("sparse_mha.*mask_kernel", 1, 512, ("STS.U8", "LDS.128", "VOTE.ANY")),
         "sparse_mha_fwd/launch": Kernels(
             "sparse_mha_fwd_kernel", 1, 384, ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "R2P", "USETMAXREG")
@@ -165,6 +167,7 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
             2 * 2,
             384,
             ("HGMMA", "LDGSTS", "STSM", "SYNCS", "ACQBULK", *unpacking),
+            spilled=36,
         ),
         "sparse_mla_decode/launch_narrow": Kernels(
             "sparse_mla_decode_narrow_kernel",

@@ -111,13 +111,6 @@ def test_plan_splits(host_functions: ModuleType, items: int, topk: int, num_sms:
         assert splits * items <= num_sms, "the parts must run at once"
 
 
-def test_lists_are_searched_where_parts_are_long(host_functions: ModuleType) -> None:
-    for module, slots in ((host_functions.sparse_mla_fwd, 1024), (host_functions.sparse_mla_decode, 256)):
-        assert module.fewest_searched_slots == slots
-        searched = [host_functions.searches_lists(slots * n - less, n, slots) for n in (1, 8, 9) for less in (0, 1)]
-        assert searched == [True, False, True, False, False, False]
-
-
 def test_plan_splits_fills_the_chip(host_functions: ModuleType) -> None:
     plan = host_functions.sparse_mla_fwd.plan_splits
     assert plan(1, 2048, 132) > 4

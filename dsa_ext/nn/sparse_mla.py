@@ -287,16 +287,18 @@ class SparseMLA(nn.Module):
         if ids is not None:
             self._check_ids(ids, x)
         step = cache.step
-        is_prefill = isinstance(step, PrefillStep)
         rows = Rows(cache.rows(), (step.starts, step.ends) if isinstance(step, PrefillStep) else None)
         q_latent = self._q_latent(x)
         cache.write(layer, self._keys(x, rows))
         keys = None  # that are selected, by their numbers among those that prefill gathers
+        lengths = None  # of lists whose ids are in front
         if ids is None:
             ids = self.indexer.select_cached(self.indexer(x, q_latent, rows.positions), cache, layer, self.topk)
-            if is_prefill:
+            if isinstance(step, PrefillStep):
                 keys, ids = ids, cache.ids_of_keys(ids)
-        elif is_prefill:
+            else:
+                lengths = step.context_lens
+        elif isinstance(step, PrefillStep):
             keys = cache.keys_of_ids(ids)
         heads, kv_b = as_autocast(self._heads(q_latent)), self._kv_b(x)
         if keys is not None:
@@ -306,7 +308,7 @@ class SparseMLA(nn.Module):
         key_weight, value_weight = self._weights(kv_b)
         q = absorbed_queries(heads, key_weight, self._rope(heads, rows))
         options = {"sm_scale": self.sm_scale, "batch_invariant": cache.batch_invariant}
-        latent, _ = functional.sparse_mla_decode(q, cache.kv(layer), ids, **options)
+        latent, _ = functional.sparse_mla_decode(q, cache.kv(layer), ids, topk_length=lengths, **options)
         return SparseMLAOutput(self.o_proj(multiply_heads(latent, value_weight.mT).flatten(2)), None, ids)
 
     def _dense(self, heads: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, rows: Rows) -> Tensor:

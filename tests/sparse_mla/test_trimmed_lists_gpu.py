@@ -5,16 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+from bwd_gpu import normal
 from decode_gpu import OP as DECODE
 from decode_gpu import check
-from sparse_mla_gpu_inputs import DEVICE, make_gpu
+from sparse_mla_gpu_inputs import DEVICE, make_bounds, make_gpu
 from torch import Tensor
 
+from dsa_ext import reference
 from dsa_ext.testing.inputs import INT32_MAX, INT32_MIN, Inputs, make_cache
 from dsa_ext.testing.timing import time_ms
+from dsa_ext.testing.tolerances import backward_errors
 
 pytestmark = pytest.mark.gpu
 OPS = torch.ops.dsa
+#: Slots of a call from which on the ends of lists are searched; of sparse_mla_decode.
+FEWEST_SLOTS, FEWEST_DECODE_SLOTS = 2**21, 2**18
 #: Where the last key of a list may be: nowhere, at either end, around tiles of 64 slots.
 FROM_BEGIN = (0, 1, 63, 64, 65, 255, 256, 257, 511, 512, 513, 2047, 2048)
 #: The same, counted from the end: around the 32 slots searched first and the steps of 256 that follow.
@@ -35,16 +40,21 @@ def trimmed(indices: Tensor, s_kv: int) -> tuple[Tensor, Tensor]:
     return torch.where(holes | (slots >= lengths[..., None]), padding, keys), lengths
 
 
+def enough_queries(topk: int) -> int:
+    """So many that the ends of their lists are searched."""
+    return FEWEST_SLOTS // topk + 1
+
+
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("topk", [1, 100, 1100, 2048])
-@pytest.mark.parametrize(("heads", "seq"), [(128, 40), (64, 150), (32, 80), (16, 150), (5, 80)], ids=str)
-def test_attention(heads: int, seq: int, topk: int) -> None:
-    """Queries enough that the forward pass splits no list into parts, whose ends would depend on the length."""
-    inputs = make_gpu(seq=seq, s_kv=3000, heads=heads, topk=topk)
+@pytest.mark.parametrize(
+    ("heads", "topk"), [(128, 1023), (128, 1024), (128, 2048), (64, 2048), (32, 5000), (16, 2048), (5, 100)], ids=str
+)
+def test_attention(heads: int, topk: int) -> None:
+    inputs = make_gpu(seq=enough_queries(topk), s_kv=3000, heads=heads, topk=topk)
     indices, lengths = trimmed(inputs.indices, 3000)
     q, kv, options = inputs.q, inputs.kv, {"causal": False, "topk_length": lengths[..., 0]}
     args = forward_and_dout(inputs, indices, lengths[..., 0])
@@ -61,31 +71,30 @@ def test_attention(heads: int, seq: int, topk: int) -> None:
 def forward_and_dout(inputs: Inputs, indices: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
     """The tensors that sparse_mla_bwd takes."""
     out, lse = OPS.sparse_mla_fwd(inputs.q, inputs.kv, indices, causal=False, topk_length=lengths)
-    dout = torch.randn(out.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(out.dtype)
-    return dout, inputs.q, inputs.kv, out, lse, indices
+    return normal(out), inputs.q, inputs.kv, out, lse, indices
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("s_kv", [3000, 40000], ids=["sums in L2", "sorted lists"])
-@pytest.mark.parametrize(("heads", "seq"), [(128, 281), (128, 3), (64, 281), (64, 3)], ids=str)
-def test_gradients(heads: int, seq: int, s_kv: int, groups: int) -> None:
-    """Additions to dkv, whose order differs; more halves of items than SMs, and an odd number of queries."""
-    inputs = make_gpu(seq=seq, s_kv=s_kv, heads=heads * groups, groups=groups, topk=2048)
+@pytest.mark.parametrize("heads", [128, 64, 16])
+def test_gradients(heads: int, s_kv: int, groups: int) -> None:
+    """Additions to dkv, whose order differs."""
+    inputs = make_gpu(seq=enough_queries(2048), s_kv=s_kv, heads=heads * groups, groups=groups, topk=2048)
     indices, lengths = trimmed(inputs.indices, s_kv)
     longest = lengths.amax(2)
     args = forward_and_dout(inputs, indices, longest)
     for return_dist in (False, True):
-        got = OPS.sparse_mla_bwd(*args, causal=False, return_dist=return_dist)
+        dq, dkv, _, dist = OPS.sparse_mla_bwd(*args, causal=False, return_dist=return_dist)
+        backward_errors((dq, dkv, dist), *args, None, causal=False, return_dist=return_dist).check()
         expected = OPS.sparse_mla_bwd(*args, causal=False, topk_length=longest, return_dist=return_dist)
-        for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * float(b.float().abs().amax()) if b.numel() else 0)
+        assert_same((dq, dist), (expected[0], expected[3]))
 
 
-@pytest.mark.parametrize("seq", [3, 40, 150])
+@pytest.mark.parametrize("heads", [256, 32])
 @pytest.mark.parametrize("options", [{}, {"normalize": True}, {"per_head_block": True}], ids=str)
-def test_attn_dist(seq: int, options: dict[str, Any]) -> None:
-    """Queries whose lists are divided into pieces too; slots behind the last key are written."""
-    inputs = make_gpu(seq=seq, s_kv=3000, heads=256, groups=2, topk=2048)
+def test_attn_dist(heads: int, options: dict[str, Any]) -> None:
+    """Slots behind the last key are written."""
+    inputs = make_gpu(seq=enough_queries(2048), s_kv=3000, heads=heads, groups=2, topk=2048)
     indices, lengths = trimmed(inputs.indices, 3000)
     longest = lengths.amax(2)
     lse = OPS.sparse_mla_fwd(inputs.q, inputs.kv, indices, causal=False, topk_length=longest)[1]
@@ -95,35 +104,72 @@ def test_attn_dist(seq: int, options: dict[str, Any]) -> None:
     assert (got[..., (indices < 0) | (indices >= 3000)] == 0).all()
 
 
-def test_keys_hidden_by_position() -> None:
-    """The end of a list is also what causal masking or bounds hide."""
-    seq, s_kv = 300, 2000
-    inputs = make_gpu(seq=seq, s_kv=s_kv, heads=64, topk=1024)
-    indices = torch.arange(1024, device=DEVICE, dtype=torch.int32).expand(1, seq, 1, 1024)
-    lengths = torch.arange(1, seq + 1, device=DEVICE, dtype=torch.int32)[None]
-    expected = OPS.sparse_mla_fwd(inputs.q, inputs.kv, indices, causal=False, topk_length=lengths)
-    assert_same(OPS.sparse_mla_fwd(inputs.q, inputs.kv, indices, causal=True), expected)
-    bounds = {"starts": torch.zeros_like(lengths), "ends": lengths}
-    assert_same(OPS.sparse_mla_fwd(inputs.q, inputs.kv, indices, causal=False, **bounds), expected)
+@pytest.mark.parametrize("heads", [128, 64, 16])
+@pytest.mark.parametrize("hides", ["causal", "positions_per_key", "bounds"])
+def test_keys_hidden_by_position(hides: str, heads: int) -> None:
+    """The end of a list is also what causal masking or bounds hide: ascending lists, of 512 columns, and a sink."""
+    s_kv, topk = 3000, 1024
+    seq = enough_queries(topk)
+    inputs = make_gpu(seq=seq, s_kv=s_kv, heads=heads, topk=topk, d_qk=512)
+    indices = inputs.indices.remainder(s_kv).sort(dim=-1).values.int()
+    options: dict[str, Any] = {"causal": hides != "bounds", "q_start": 0, "positions_per_key": 1}
+    if hides == "causal":
+        options["q_start"] = 1500
+    elif hides == "positions_per_key":
+        options |= {"q_start": 4900, "positions_per_key": 4}
+    else:
+        options |= make_bounds(s_kv, 1, seq)
+    hidden = {name: options.get(name) for name in ("causal", "q_start", "positions_per_key", "starts", "ends")}
+    visible = reference.sparse_mla.visible_slots(indices, s_kv, topk_length=None, **hidden)
+    lengths = (visible * torch.arange(1, topk + 1, device=DEVICE)).amax((2, 3)).int()
+    assert (lengths < topk).any()
+    assert (lengths > 0).any()
+    options["sm_scale"] = 0.05
+    sink = torch.linspace(-3, 3, heads, device=DEVICE)
+    out, lse = OPS.sparse_mla_fwd(inputs.q, inputs.kv, indices, **options, topk_length=lengths, attn_sink=sink)
+    assert_same(OPS.sparse_mla_fwd(inputs.q, inputs.kv, indices, **options, attn_sink=sink), (out, lse))
+    dist = OPS.attn_dist(inputs.q, inputs.kv, indices, lse, **options, topk_length=lengths)
+    assert_same((OPS.attn_dist(inputs.q, inputs.kv, indices, lse, **options),), (dist,))
+    args = (normal(out), inputs.q, inputs.kv, out, lse, indices)
+    assert_same(
+        OPS.sparse_mla_bwd(*args, **options, deterministic=True),
+        OPS.sparse_mla_bwd(*args, **options, topk_length=lengths, deterministic=True),
+    )
 
 
-@pytest.mark.parametrize("topk", [1, 100, 1100, 2048])
 @pytest.mark.parametrize("packed", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("heads", [128, 64, 32, 16])
-def test_decode(heads: int, packed: bool, topk: int) -> None:
-    inputs = make_cache(75, 2, 80, 64, heads, topk, packed=packed, device=DEVICE)
+@pytest.mark.parametrize("topk", [100, 1023, 2048])
+def test_decode(topk: int, heads: int, packed: bool) -> None:
+    tokens = FEWEST_DECODE_SLOTS // topk + 1
+    inputs = make_cache(tokens // 2 + 1, 2, 80, 64, heads, topk, packed=packed, device=DEVICE)
     indices, lengths = trimmed(inputs.indices, 80 * 64)
-    args = {"q": inputs.q, "kv_cache": inputs.kv_cache, "indices": indices, "batch_invariant": True}
-    assert_same(DECODE(**args), DECODE(**args, topk_length=lengths))
+    args = {"q": inputs.q, "kv_cache": inputs.kv_cache, "indices": indices}
+    for batch_invariant in (False, True):
+        results = DECODE(**args, batch_invariant=batch_invariant)
+        assert_same(results, DECODE(**args, topk_length=lengths, batch_invariant=batch_invariant))
+    check(inputs.q, inputs.kv_cache, indices)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("heads", [128, 64, 32, 16])
-def test_decode_in_parts(heads: int, packed: bool) -> None:
-    """Lists that are split into parts: of all slots, or of those up to the last key."""
-    for batch in (1, 3, 9, 20):
+def test_decode_of_few_tokens(heads: int, packed: bool) -> None:
+    """Padding in lists that are not searched, split into parts or not; many copies of zeros at a time."""
+    for batch in (1, 3, 9, 20, 32):
         inputs = make_cache(batch, 2, 80, 64, heads, 2048, packed=packed, device=DEVICE)
         check(inputs.q, inputs.kv_cache, trimmed(inputs.indices, 80 * 64)[0])
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("packed", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("heads", [128, 64, 16])
+def test_padding_takes_no_longer_than_keys(heads: int, packed: bool) -> None:
+    """In lists that are not searched."""
+    inputs = make_cache(8, 1, 400, 64, heads, 2048, packed=packed, device=DEVICE)
+    short = torch.where(torch.arange(2048, device=DEVICE) < 128, inputs.indices, -1)
+    short_ms = time_ms(lambda: DECODE(inputs.q, inputs.kv_cache, short))
+    full_ms = time_ms(lambda: DECODE(inputs.q, inputs.kv_cache, inputs.indices))
+    assert short_ms < 1.15 * full_ms, f"{short_ms:.4f} ms, with full lists {full_ms:.4f} ms"
 
 
 @pytest.mark.timing
@@ -139,14 +185,13 @@ def test_decode_of_short_lists_is_short(heads: int, packed: bool) -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize("heads", [128, 64, 16])
 def test_attention_of_short_lists_is_short(heads: int) -> None:
-    """The same; attn_dist of few heads does not search for the end of a list."""
+    """The same."""
     inputs = make_gpu(seq=1024, s_kv=4096, heads=heads, topk=2048)
     short = torch.where(torch.arange(2048, device=DEVICE) < 128, inputs.indices, -1)
     q, kv = inputs.q, inputs.kv
     out, lse = OPS.sparse_mla_fwd(q, kv, inputs.indices, causal=False)
     assert_half("forward", lambda ids: OPS.sparse_mla_fwd(q, kv, ids, causal=False), short, inputs.indices)
-    if heads >= 64:
-        assert_half("attn_dist", lambda ids: OPS.attn_dist(q, kv, ids, lse, causal=False), short, inputs.indices)
+    assert_half("attn_dist", lambda ids: OPS.attn_dist(q, kv, ids, lse, causal=False), short, inputs.indices)
     args = (out, q, kv, out, lse)
     assert_half("backward", lambda ids: OPS.sparse_mla_bwd(*args, ids, causal=False), short, inputs.indices)
 

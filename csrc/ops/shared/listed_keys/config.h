@@ -21,10 +21,6 @@ struct Config {
   constexpr int score_registers() const { return gather_warpgroups() == 2 ? 160 : 200; }
   constexpr int gather_registers() const { return gather_warpgroups() == 2 ? 96 : 88; }
 
-  // Whether lists are searched for their end: where a query takes so long that the search hardly matters, with many
-  // heads of many columns.
-  constexpr bool searches() const { return heads >= kBlockHeads && columns >= 512; }
-
   constexpr int chunks() const { return columns / kChunkColumns; }
   // Chunks of columns per stage. Rows arrive from HBM faster in longer pieces; but with many heads, the little room
   // that Q leaves is better refilled chunk by chunk.

@@ -4,7 +4,6 @@
 #include "config.h"
 #include "params.h"
 #include "tiles/gather.cuh"
-#include "tiles/list_end.cuh"
 
 namespace dsa::listed_keys {
 
@@ -14,16 +13,15 @@ struct KernelParams : Params {
   Rounds rounds;
 };
 
-// The heads of one query and group, with all tiles or a piece of them. Constructed by all lanes of a warp.
+// The heads of one query and group, with all tiles or a piece of them.
 struct Item {
   int group, s, b;
-  int slots;  // leading slots that are used
+  int slots;  // leading slots in use
   VisibleIds ids;
   int first, tiles;  // at least one tile, perhaps without a visible key, perhaps the same as of the next piece
   int first_unused;  // slots from here on are behind the last tile; of the last piece
 
-  // `searches`: whether its list is searched for its end.
-  __device__ __forceinline__ Item(const KernelParams& p, int index, bool searches) {
+  __device__ __forceinline__ Item(const KernelParams& p, int index) {
     int piece = 0, pieces = 1;
     if (const int later = index - p.rounds.whole; later >= 0) {
       pieces = p.rounds.pieces;
@@ -35,9 +33,6 @@ struct Item {
     b = index / p.seq_q;
     slots = used_slots(p, b, s);
     ids = visible_ids(p, b, s);
-    if (searches && p.topk_length == nullptr && pieces <= kMostSearchingParts) {
-      slots = slots_to_last_key(indices(p), slots, ids);
-    }
     const int all_tiles = ids.any() && slots > 0 ? (slots + kTileKeys - 1) / kTileKeys : 1;
     first = 0, tiles = all_tiles;
     if (pieces > 1) {
@@ -46,9 +41,6 @@ struct Item {
       tiles = max(1, share + (piece < more));
     }
     first_unused = piece == pieces - 1 ? all_tiles * kTileKeys : p.topk;
-  }
-  __device__ __forceinline__ const int* indices(const Params& p) const {
-    return p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g;
   }
   // The result row of head block `block`.
   __device__ __forceinline__ float* row(const Params& p, int block) const {
@@ -68,7 +60,8 @@ struct Slots {
   int left;
 
   __device__ __forceinline__ Slots(const Params& p, const Item& item, int first_tile, int thread)
-      : g_ids(item.indices(p) + (item.first + first_tile) * kTileKeys + gather_row(thread)),
+      : g_ids(p.indices + item.b * p.indices_stride_b + item.s * p.indices_stride_s + item.group * p.indices_stride_g +
+              (item.first + first_tile) * kTileKeys + gather_row(thread)),
         left(item.slots - (item.first + first_tile) * kTileKeys - gather_row(thread)) {}
 
   // The ids of a tile. The next are those of the tile kStep further.

@@ -96,12 +96,12 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const KernelPa
   ring.advance(warpgroup * kParts), visible_ring.advance(warpgroup);
   int first_tile = warpgroup, q_tile = 0;  // the first item's Q need not wait
   uint32_t q_parity = 1;
-  Item item(p, blockIdx.x, kC.searches());
+  Item item(p, blockIdx.x);
   Slots slots(p, item, first_tile, thread);
   int ids[kGatherRowsPerThread];  // of this warpgroup's next tile
   slots.load<kGatherers>(ids);
   for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
-    const Item next(p, index + gridDim.x < unsigned(items(p)) ? index + gridDim.x : index, kC.searches());
+    const Item next(p, index + gridDim.x < unsigned(items(p)) ? index + gridDim.x : index);
     const int next_first_tile = (first_tile + item.tiles) % kGatherers;
     const Slots next_slots(p, next, next_first_tile, thread);
     for (int block = 0; block < rows_of_item(p); ++block) {
@@ -253,7 +253,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const KernelPar
   int tiles_before = 0;
   uint32_t item_count = 0;
   for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
-    const Item item(p, index, kC.searches());
+    const Item item(p, index);
     const uint32_t q_parity = item_count % 2;
     const int first_tile = (warpgroup - tiles_before) & 1;
     float head_factors[kColumns];

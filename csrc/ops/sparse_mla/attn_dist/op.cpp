@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "ops/shared/list_lengths/buffers.h"
 #include "ops/shared/listed_keys/config.h"
 #include "ops/sparse_mla/attn_dist/params.h"
 #include "ops/sparse_mla/inputs.h"
@@ -34,7 +35,7 @@ Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<
                                : empty({batch, seq_q, groups, topk}, ScalarType::Float, call.index);
   if (dist.numel() == 0) return dist;
   if (heads == 0) return zero_(dist);
-  const listed_keys::Params params{
+  listed_keys::Params params{
       problem_of(q, kv, indices, options, call),
       static_cast<const float*>(lse.data_ptr()),
       lse.stride(0),
@@ -44,6 +45,7 @@ Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<
       normalize,
       per_head_block,
   };
+  const std::optional<Tensor> lengths = list_lengths::measure(params, call);
   call.check(launch(params, call.stream()));
   return dist;
 }

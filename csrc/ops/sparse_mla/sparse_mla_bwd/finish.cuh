@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "merged.cuh"
 #include "params.h"
@@ -20,8 +19,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   const ItemPlan<kMerged> plan(p);
   const int column = pair % row_pairs * 2, row = pair / row_pairs % kBlockHeads, split = pair / row_pairs / kBlockHeads;
   if (kMerged && split >= plan.split) return;
-  using Rows = std::conditional_t<kMerged, MergedItem, ItemRows>;
-  const Rows item(p, plan.whole + split * plan.parts);
+  const ItemType<kMerged> item(p, plan.whole + split * plan.parts);
   if (!item.has(p, row)) return;
   const float* g_part = p.dq_parts + (int64_t{split} * plan.parts * kBlockHeads + row) * p.d_qk + column;
   float2 sum = {0.f, 0.f};

@@ -101,8 +101,10 @@ struct MergedItem {
   __device__ __forceinline__ int head_of_group(int row) const { return row - (query(row) << row_bits); }
 };
 
+template <bool kMerged>
+using ItemType = std::conditional_t<kMerged, MergedItem, Item>;
 template <Config kC>
-using ItemOf = std::conditional_t<kC.merged, MergedItem, Item>;
+using ItemOf = ItemType<kC.merged>;
 
 // An id of a list, or an entry of a merged one.
 struct Entry {

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "ops/shared/key_sums/buffers.h"
+#include "ops/shared/list_lengths/buffers.h"
 #include "ops/shared/merged_lists/buffers.h"
 #include "ops/sparse_mla/attn_dist/params.h"
 #include "ops/sparse_mla/inputs.h"
@@ -114,6 +115,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
     lists = merged_lists::allocate(params, params.lists, params.operands);
     parts = params.num_sms;
   }
+  std::optional<Tensor> lengths;
+  if (!params.merged) lengths = list_lengths::measure(params, call);  // a merged list has no padding
   Tensor dq_parts = empty({parts, kBlockHeads, d_qk}, ScalarType::Float, call.index);
   params.dq_parts = static_cast<float*>(dq_parts.data_ptr());
 
@@ -137,14 +140,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
       zero_(dist);
       params.dist = static_cast<float*>(dist.data_ptr());
     } else {
-      const listed_keys::Params sums{params,
-                                     params.lse,
-                                     int64_t{seq_q} * heads,
-                                     heads,
-                                     1,
-                                     static_cast<float*>(dist.data_ptr()),
-                                     false,
-                                     /*per_head_block=*/true};
+      listed_keys::Params sums{params,
+                               params.lse,
+                               int64_t{seq_q} * heads,
+                               heads,
+                               1,
+                               static_cast<float*>(dist.data_ptr()),
+                               false,
+                               /*per_head_block=*/true};
+      const std::optional<Tensor> sum_lengths = list_lengths::measure(sums, call);
       call.check(attn_dist::launch(sums, call.stream()));
     }
   }

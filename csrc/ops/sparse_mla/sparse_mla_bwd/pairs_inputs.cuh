@@ -96,7 +96,7 @@ __device__ __forceinline__ void write_dots(PairStorage<kQk>& shared, const Param
 // Brings half of the inputs of the item that probably comes next on this SM to L2. One thread per head.
 __device__ __forceinline__ void prefetch_inputs(const Params& p, int pair, int rank, int thread) {
   if (pair >= static_cast<int>(gridDim.x) / 2 || thread >= kBlockHeads) return;
-  const ItemRows item = ItemRows::of_pair(p, pair, rank);
+  const Item item = Item::of_pair(p, pair, rank);
   if (thread >= item.heads_left(p)) return;
   const int64_t row = item.row(p, thread) * p.d_v;
   prefetch_l2(static_cast<const Bf16*>(p.q) + item.b * p.q_stride_b + item.s * p.q_stride_s +

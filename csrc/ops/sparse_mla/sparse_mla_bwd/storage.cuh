@@ -12,7 +12,6 @@
 #include "sm90/tma.cuh"
 #include "sm90/warpgroup.cuh"
 #include "tiles/gather.cuh"
-#include "tiles/list_end.cuh"
 #include "tiles/mma.cuh"
 #include "tiles/scatter.cuh"
 
@@ -121,42 +120,9 @@ struct SlotRange {
   }
 };
 
-// A block of at most 64 heads of a query's group: rows of a tile.
-struct ItemRows {
+// A block of at most 64 heads of a query's group, over all of its keys or a part of them.
+struct Item {
   int head_block, group, s, b;
-
-  __device__ __forceinline__ ItemRows(const Params& p, const Share& share, int block) : head_block(block) {
-    int index = share.item + p.first_item;
-    group = index % p.groups;
-    index /= p.groups;
-    s = index % p.seq_q;
-    b = index / p.seq_q;
-  }
-  __device__ __forceinline__ ItemRows(const Params& p, int block)
-      : ItemRows(p, Share(block, p.whole_items, p.parts), 0) {}
-  // Of a CTA of a pair.
-  static __device__ __forceinline__ ItemRows of_pair(const Params& p, int pair, int rank) {
-    return ItemRows(p, Share(pair, p.whole_items, p.parts), rank);
-  }
-
-  // Of a row: whether it exists, its head, and its row of [batch, seq_q, heads].
-  __device__ __forceinline__ bool has(const Params& p, int row) const { return row < heads_left(p); }
-  __device__ __forceinline__ int head(const Params& p, int row) const {
-    return group * (p.heads / p.groups) + head_block * kBlockHeads + row;
-  }
-  __device__ __forceinline__ int64_t row(const Params& p, int row) const {
-    return (static_cast<int64_t>(b) * p.seq_q + s) * p.heads + head(p, 0) + row;
-  }
-  __device__ __forceinline__ int heads_left(const Params& p) const {
-    return p.heads / p.groups - head_block * kBlockHeads;
-  }
-  __device__ __forceinline__ const int* indices(const Params& p) const {
-    return p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g;
-  }
-};
-
-// The rows with all of their keys or a part of them. Constructed by all lanes of a warp.
-struct Item : ItemRows {
   VisibleIds ids;
   int first_slot, slots, tiles;  // of this part; tiles >= 1
   int64_t dq_part;
@@ -168,21 +134,28 @@ struct Item : ItemRows {
   static __device__ __forceinline__ Item of_pair(const Params& p, int pair, int rank) {
     return Item(p, Share(pair, p.whole_items, p.parts), rank);
   }
+  static __device__ __forceinline__ Item of_query(const Params& p, int index, int block) {
+    return Item(p, Share(index, index + 1, 1), block);
+  }
 
-  __device__ __forceinline__ Item(const Params& p, const Share& share, int block)
-      : ItemRows(p, share, block), ids(visible_ids(p, b, s)) {
-    const bool searches = p.topk_length == nullptr && share.parts <= kMostSearchingParts;
-    const int used = searches ? slots_to_last_key(indices(p), p.topk, ids) : used_slots(p, b, s);
-    const SlotRange range(used, ids, share);
-    first_slot = range.first, slots = range.slots, tiles = range.tiles;
+  __device__ __forceinline__ Item(const Params& p, const Share& share, int block) : head_block(block) {
     dq_part = share.dq_part;
-    first_row_of_dkv = int64_t{share.item} * p.topk + first_slot;
+    first_row_of_dkv = int64_t{share.item} * p.topk;
+    int index = share.item + p.first_item;
+    group = index % p.groups;
+    index /= p.groups;
+    s = index % p.seq_q;
+    b = index / p.seq_q;
+    ids = visible_ids(p, b, s);
+    const SlotRange range(used_slots(p, b, s), ids, share);
+    first_slot = range.first, slots = range.slots, tiles = range.tiles;
+    first_row_of_dkv += first_slot;
     first_dscores = int64_t{share.item} * ((p.topk + kBlockK - 1) / kBlockK) + first_slot / kBlockK;
   }
 
   __device__ __forceinline__ ItemPlace place(const Params& p) const {
     const int64_t first_key = static_cast<int64_t>(b) * p.seq_kv * p.groups + group;
-    return {indices(p) + first_slot,
+    return {p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g + first_slot,
             reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + b * p.kv_stride_b + group * p.kv_stride_g),
             p.dkv.sums + first_key * p.d_qk,
             static_cast<Bf16*>(p.dkv.rows) + first_row_of_dkv * p.d_qk,
@@ -192,6 +165,17 @@ struct Item : ItemRows {
             p.spread ? s % tiles : 0,
             {0, head_block * kBlockHeads, group, s, b},
             dq_part < 0 ? nullptr : p.dq_parts + dq_part * kBlockHeads * p.d_qk};
+  }
+  // Of a row of the tile: whether it exists, its head, and its row of [batch, seq_q, heads].
+  __device__ __forceinline__ bool has(const Params& p, int row) const { return row < heads_left(p); }
+  __device__ __forceinline__ int head(const Params& p, int row) const {
+    return group * (p.heads / p.groups) + head_block * kBlockHeads + row;
+  }
+  __device__ __forceinline__ int64_t row(const Params& p, int row) const {
+    return (static_cast<int64_t>(b) * p.seq_q + s) * p.heads + head(p, 0) + row;
+  }
+  __device__ __forceinline__ int heads_left(const Params& p) const {
+    return p.heads / p.groups - head_block * kBlockHeads;
   }
   // Where the sums of P over its heads belong, of first_slot.
   __device__ __forceinline__ float* dist(const Params& p) const {

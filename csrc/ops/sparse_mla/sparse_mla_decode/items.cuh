@@ -11,7 +11,6 @@
 #include "ops/sparse_mla/packed_keys.h"
 #include "params.h"
 #include "sm90/math.cuh"
-#include "tiles/list_end.cuh"
 #include "tiles/mma.cuh"
 
 namespace dsa::sparse_mla_decode {
@@ -40,7 +39,6 @@ struct KernelParams : Params {
   Divisor page_slots;
   float scale_log2;  // |sm_scale| * log2(e); above zero so that masked scores stay -inf
   bool negate_q;     // sm_scale is negative
-  bool searches;     // lists for their end, see searches_lists
 };
 
 inline KernelParams::KernelParams(const Params& params)
@@ -51,21 +49,37 @@ inline KernelParams::KernelParams(const Params& params)
       token_count(tokens),
       page_slots(page > 0 ? page : 1),
       scale_log2(std::fmax(std::fabs(sm_scale) * kLog2E, std::numeric_limits<float>::denorm_min())),
-      negate_q(sm_scale < 0),
-      searches(topk_length == nullptr && searches_lists(topk, plan.splits, kFewestSearchedSlots)) {
+      negate_q(sm_scale < 0) {
   items = batch * tokens * plan.splits * int(ceil_div(heads, plan.block_heads));
 }
 
 // One work item; the same for all threads.
 struct Item {
   int head_block, split, n, b;
+  int first_tile, tiles;  // at least one tile, perhaps without a key
+  int slot_end;           // slots of the list below this are the item's
 
   __device__ __forceinline__ Item(const KernelParams& p, int index) {
     p.head_blocks(index, head_block, index);
     p.split_count(index, split, index);
     p.token_count(b, n, index);
+    int slots = p.topk;
+    if (p.topk_length != nullptr) {
+      const int length = p.topk_length[b * p.topk_length_stride_b + n * p.topk_length_stride_n];
+      slots = max(0, min(length, slots));
+    }
+    const int all_tiles = (slots + kTileKeys - 1) / kTileKeys;
+    first_tile = p.split_count.div(split * all_tiles);
+    const int end_tile = p.split_count.div((split + 1) * all_tiles);
+    tiles = end_tile > first_tile ? end_tile - first_tile : 1;
+    slot_end = min(end_tile * kTileKeys, slots);
   }
 
+  // The number of the item's tiles, if they have kKeys keys; at least one, perhaps without a key.
+  template <int kKeys>
+  __device__ __forceinline__ int tiles_of() const {
+    return max(1, (slot_end - first_tile * kTileKeys + kKeys - 1) / kKeys);
+  }
   __device__ __forceinline__ const int* indices(const KernelParams& p) const {
     return p.indices + b * p.indices_stride_b + n * p.indices_stride_n;
   }
@@ -75,34 +89,6 @@ struct Item {
     return (static_cast<int64_t>(b) * p.tokens + n) * p.heads + first_head(p);
   }
   __device__ __forceinline__ int heads_left(const KernelParams& p) const { return p.heads - first_head(p); }
-};
-
-// The leading slots that an item's token uses. Called by all lanes of a warp.
-__device__ __forceinline__ int slots_of_item(const KernelParams& p, const Item& item) {
-  if (p.searches) return slots_to_last_key(item.indices(p), p.topk, {0, p.slots});
-  if (p.topk_length == nullptr) return p.topk;
-  const int length = p.topk_length[item.b * p.topk_length_stride_b + item.n * p.topk_length_stride_n];
-  return max(0, min(length, p.topk));
-}
-
-// An item's share of the first `slots` slots of its token.
-struct ItemSlots {
-  int first_tile, tiles;  // at least one tile, perhaps without a key
-  int slot_end;           // slots of the list below this are the item's
-
-  __device__ __forceinline__ ItemSlots(const KernelParams& p, const Item& item, int slots) {
-    const int all_tiles = (slots + kTileKeys - 1) / kTileKeys;
-    first_tile = p.split_count.div(item.split * all_tiles);
-    const int end_tile = p.split_count.div((item.split + 1) * all_tiles);
-    tiles = end_tile > first_tile ? end_tile - first_tile : 1;
-    slot_end = min(end_tile * kTileKeys, slots);
-  }
-
-  // The number of tiles, if they have kKeys keys; at least one, perhaps without a key.
-  template <int kKeys>
-  __device__ __forceinline__ int tiles_of() const {
-    return max(1, (slot_end - first_tile * kTileKeys + kKeys - 1) / kKeys);
-  }
 };
 
 }  // namespace dsa::sparse_mla_decode

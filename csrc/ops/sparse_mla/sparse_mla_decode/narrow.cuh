@@ -87,11 +87,11 @@ struct Prefetcher {
   const int* g_ids;
   int left, id, first_line;
 
-  __device__ __forceinline__ Prefetcher(const KernelParams& p, const Item& item, const ItemSlots& share, int thread)
+  __device__ __forceinline__ Prefetcher(const KernelParams& p, const Item& item, int thread)
       : p(p), first_line(thread % kThreadsPerKey * kLines) {
-    const int first = (share.first_tile + kTilesAhead) * kTileKeys + thread / kThreadsPerKey;
+    const int first = (item.first_tile + kTilesAhead) * kTileKeys + thread / kThreadsPerKey;
     g_ids = item.indices(p) + first;
-    left = share.slot_end - first;
+    left = item.slot_end - first;
     load_id();
   }
 
@@ -161,12 +161,11 @@ __device__ __forceinline__ void score_narrow(NarrowStorage<kColumns, kHeads>& sh
     fence_async_proxy();
     sync_warpgroup<kScoreBarrier>();
 
-    const ItemSlots share(p, item, slots_of_item(p, item));
     float column_max[kThreadHeads], column_sum[kThreadHeads];  // column_sum is of this thread's keys only
 #pragma unroll
     for (int c = 0; c < kThreadHeads; ++c) column_max[c] = -INFINITY, column_sum[c] = 0.f;
-    Prefetcher<kColumns, kHeads> prefetcher(p, item, share, thread);
-    for (int tiles_left = share.tiles; tiles_left > 0; --tiles_left) {
+    Prefetcher<kColumns, kHeads> prefetcher(p, item, thread);
+    for (int tiles_left = item.tiles; tiles_left > 0; --tiles_left) {
       prefetcher.advance();
       multiply_keys(shared, mma, r_sums, at.slot, at.parity, thread);
       float factors[2][kScaleGroups];

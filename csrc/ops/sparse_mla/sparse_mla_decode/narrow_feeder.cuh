@@ -65,26 +65,11 @@ struct NarrowFeeder {
       if (!has_ids) return;
       const Item item(p, next_item);
       next_item += gridDim.x;
-      const auto begin = [&](int slots) {
-        const ItemSlots share(p, item, slots);
-        tiles_left = share.tiles;
-        const int first_slot = share.first_tile * kTileKeys + own_row();
-        slots_left = share.slot_end - first_slot;
-        g_ids = item.indices(p) + first_slot;
-        load_id();
-      };
-      if (p.searches) {
-        // Most lists are full: their first ids are loaded during the search.
-        begin(p.topk);
-        if (const int slots = slots_of_item(p, item); slots < p.topk) begin(slots);
-      } else {
-        begin(slots_of_item(p, item));
-      }
-    } else {
-      load_id();
+      tiles_left = item.tiles;
+      const int first_slot = item.first_tile * kTileKeys + own_row();
+      slots_left = item.slot_end - first_slot;
+      g_ids = item.indices(p) + first_slot;
     }
-  }
-  __device__ __forceinline__ void load_id() {
     id = slots_left > 0 ? __ldg(g_ids) : -1;
     g_ids += kTileKeys;
     slots_left -= kTileKeys;
@@ -97,7 +82,7 @@ struct NarrowFeeder {
     if (!has_ids) return;
     g_key = p.key(id);  // of any id, so that there is no branch
     visible = static_cast<unsigned>(id) < static_cast<unsigned>(p.slots);
-    if (!visible) g_key = reinterpret_cast<const char*>(g_zeros);
+    if (!visible) g_key = zeros(blockIdx.x);
     scales = __ldg(reinterpret_cast<const float2*>(g_key + kPackedColumns + kBack * kGroups * 4));
     load_ids();
   }

@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 
+#include "ops/shared/list_lengths/buffers.h"
 #include "ops/sparse_mla/packed_keys.h"
 #include "ops/sparse_mla/sparse_mla_decode/params.h"
 #include "ops/sparse_mla/sparse_mla_decode/plan.h"
@@ -45,6 +46,23 @@ void check_inputs(const Tensor& q, const Tensor& kv_cache, const Tensor& indices
   if (attn_sink) check_same_device(kOp, "attn_sink", *attn_sink, "q", q);
 }
 
+// Sets topk_length like list_lengths::measure.
+std::optional<Tensor> measure_lists(Params& p, const DeviceCall& call) {
+  listed_keys::Problem problem{};
+  problem.indices = p.indices;
+  problem.topk_length = p.topk_length;
+  problem.indices_stride_b = p.indices_stride_b, problem.indices_stride_s = p.indices_stride_n;
+  problem.batch = p.batch, problem.seq_q = p.tokens, problem.seq_kv = p.slots;
+  problem.groups = 1, problem.topk = p.topk;
+  problem.device = p.device;
+  std::optional<Tensor> lengths = list_lengths::measure(problem, call, kFewestMeasuredSlots);
+  if (lengths) {
+    p.topk_length = problem.topk_length;
+    p.topk_length_stride_b = problem.topk_length_stride_b, p.topk_length_stride_n = problem.topk_length_stride_s;
+  }
+  return lengths;
+}
+
 std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor indices, std::optional<double> sm_scale,
                                              int64_t d_v, std::optional<Tensor> topk_length,
                                              std::optional<Tensor> attn_sink, bool batch_invariant, bool inf_if_empty) {
@@ -71,7 +89,7 @@ std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor i
     partial_lse = partial_unit + rows * units;
   }
   const int64_t element = static_cast<int64_t>(kv_cache.element_size());
-  const Params params{
+  Params params{
       .q = q.data_ptr(),
       .kv_cache = kv_cache.data_ptr(),
       .indices = static_cast<const int*>(indices.data_ptr()),
@@ -106,6 +124,7 @@ std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor i
       .partial_lse = partial_lse,
       .partial_unit = partial_unit,
   };
+  const std::optional<Tensor> lengths = measure_lists(params, call);
   call.check(launch(params, call.stream()));
   return {out, lse};
 }

@@ -70,8 +70,7 @@ inline Plan make_plan(int64_t tokens, int heads, int topk, int num_sms, bool is_
   return best;
 }
 
-// The fewest slots of a part for which lists are searched for their end, if keys are packed; for bf16 keys, see
-// sparse_mla_fwd.
-inline constexpr int kFewestSearchedSlots = 4 * kTileKeys;
+// The fewest slots of a call for which lists are measured, see list_lengths: a call of 128 tokens takes 1 us longer.
+inline constexpr int64_t kFewestMeasuredSlots = 1 << 18;
 
 }  // namespace dsa::sparse_mla_decode

@@ -12,8 +12,13 @@ namespace dsa::sparse_mla_decode {
 using namespace dsa::sm90;
 using namespace dsa::sparse_mla;
 
-// What is read in place of a key where there is none.
-static __device__ const uint4 g_zeros[packed_bytes(576) / 16] = {};
+// What is read in place of keys where there are none: rows of zeros. Many copies of one row at a time would wait for
+// each other in L2.
+inline constexpr int kZeroRows = 64;
+static __device__ const uint4 g_zeros[kZeroRows][packed_bytes(576) / 16] = {};
+__device__ __forceinline__ const char* zeros(unsigned row) {
+  return reinterpret_cast<const char*>(g_zeros[row % kZeroRows]);
+}
 
 // A scale as a power of two and a factor from 1 to 2, or from -2 to -1. A denormal scale has a smaller factor. 0 has
 // the power 0 and a factor of 1, by which one may divide. A scale that is infinite or NaN has a factor of NaN: it makes

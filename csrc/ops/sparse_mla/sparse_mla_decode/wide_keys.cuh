@@ -43,30 +43,17 @@ __device__ __forceinline__ void load_raw_keys(WideStorage<kColumns, kPaired>& sh
   Ring<kRawStages> at;
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Item item(p, index);
-    const int* g_ids;
-    int slots_left, tiles_left, next;  // slots: from the lane's next one on
+    const int first_slot = item.first_tile * kTileKeys + first_own_key<kPaired>() + key;
+    const int* g_ids = item.indices(p) + first_slot;
+    int slots_left = lane < kKeys ? item.slot_end - first_slot : 0;  // from the lane's next one on
     const auto take_id = [&] {
       const int id = slots_left > 0 ? __ldg(g_ids) : -1;
       g_ids += kWideKeys;
       slots_left -= kWideKeys;
       return id;
     };
-    const auto begin = [&](int slots) {
-      const ItemSlots share(p, item, slots);
-      const int first_slot = share.first_tile * kTileKeys + first_own_key<kPaired>() + key;
-      g_ids = item.indices(p) + first_slot;
-      slots_left = lane < kKeys ? share.slot_end - first_slot : 0;
-      tiles_left = share.tiles_of<kWideKeys>();
-      next = take_id();
-    };
-    if (p.searches) {
-      // Most lists are full: their first ids are loaded during the search.
-      begin(p.topk);
-      if (const int slots = slots_of_item(p, item); slots < p.topk) begin(slots);
-    } else {
-      begin(slots_of_item(p, item));
-    }
-    for (; tiles_left > 0; --tiles_left) {
+    int next = take_id();
+    for (int tiles_left = item.tiles_of<kWideKeys>(); tiles_left > 0; --tiles_left) {
       const int id = next;
       next = take_id();
       RawStage<kColumns, kPaired>& stage = shared.raw[at.slot];
@@ -79,7 +66,7 @@ __device__ __forceinline__ void load_raw_keys(WideStorage<kColumns, kPaired>& sh
         arrive_and_expect(&shared.raw_full[at.slot], kKeys * kBytes);
       }
       if (lane < kKeys) {
-        const char* g_key = is_key ? p.key(id) : reinterpret_cast<const char*>(g_zeros);
+        const char* g_key = is_key ? p.key(id) : zeros(blockIdx.x + key);
         bulk_load(stage.keys[key], g_key, kBytes, &shared.raw_full[at.slot]);
       }
       at.advance();

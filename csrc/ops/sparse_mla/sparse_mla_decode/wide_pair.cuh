@@ -54,9 +54,7 @@ __device__ __forceinline__ void send_keys(WideStorage<kColumns, true>& shared, c
   const int slot_bytes = is_notes ? sizeof(shared.notes[0]) : sizeof(shared.tiles[0]);
   Ring<kTiles> at;
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
-    const Item item(p, index);
-    for (int tiles_left = ItemSlots(p, item, slots_of_item(p, item)).tiles_of<kWideKeys>(); tiles_left > 0;
-         --tiles_left) {
+    for (int tiles_left = Item(p, index).template tiles_of<kWideKeys>(); tiles_left > 0; --tiles_left) {
       wait(&shared.unpacked[back][at.slot], at.parity);
       if (lane == 0) arrive_and_expect(&shared.full[at.slot], chunks * kSentChunkBytes + notes_bytes);
       wait(&shared.peer_free[back][at.slot], at.parity ^ 1);

@@ -270,7 +270,7 @@ __device__ __forceinline__ void score_wide(WideStorage<kColumns, kPaired>& share
     int tiles;
     {
       const Item item(p, index);
-      tiles = ItemSlots(p, item, slots_of_item(p, item)).tiles_of<kWideKeys>();
+      tiles = item.template tiles_of<kWideKeys>();
       load_queries(shared, p, item, q_words);
     }
     RowSoftmax softmax;

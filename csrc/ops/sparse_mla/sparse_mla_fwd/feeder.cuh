@@ -53,13 +53,6 @@ struct Feeder {
     slots_left -= kBlockK;
   }
 
-  // The leading slots that the query of item `index` uses. Called by all lanes of a warp.
-  __device__ __forceinline__ int slots_of_item() const {
-    const Item item(p, index);
-    return p.searches ? slots_to_last_key(item.indices(p), p.topk, tiles::visible_ids(p, item.b, item.s))
-                      : used_slots(p, item.b, item.s);
-  }
-
   // The next tile's rows of keys.
   __device__ __forceinline__ GatherRows find_rows() const {
     if constexpr (kC.is_paged) {
@@ -98,8 +91,10 @@ struct Feeder {
       if (--tiles_left > 0) load_ids();
     } else if (index < p.items) {
       if constexpr (kBack) wait(&shared.probs_read[at], parity);
+      const Item item(p, index);
+      index += gridDim.x;
       if (thread == 0) {
-        const Item item(p, index);
+        if constexpr (!kBack) shared.item_tiles[parity ^ 1][at] = item.tiles;
         expect_bytes(full(at), (kEnd - kBegin) * kChunkBytes);
 #pragma unroll 1
         for (int chunk = kBegin; chunk < kEnd; ++chunk) {
@@ -107,17 +102,11 @@ struct Feeder {
                    {chunk * kChunkColumns, item.head_block * kBlockHeads, item.group, item.s, item.b}, full(at));
         }
       }
-      __syncwarp();
-      const int slots = slots_of_item();
-      const Item item(p, recomputed(index));  // decoded again, so that it takes no registers during the search
-      const ItemSlots share(p, item, slots);
-      index += gridDim.x;
-      if (!kBack && thread == 0) shared.item_tiles[parity ^ 1][at] = share.tiles;
       signal(at);
-      tiles_left = share.tiles;
-      const int first_slot = share.first_tile * kBlockK + gather_row(thread);
-      slots_left = share.slot_end - first_slot;
-      visible_ids = tiles::visible_ids(p, item.b, item.s);
+      tiles_left = item.tiles;
+      const int first_slot = item.first_tile * kBlockK + gather_row(thread);
+      slots_left = item.slot_end - first_slot;
+      visible_ids = item.ids;
       g_ids = item.indices(p) + first_slot;
       g_rows = reinterpret_cast<const char*>(static_cast<const Bf16*>(p.kv) + item.b * p.kv_stride_b +
                                              item.group * p.kv_stride_g) +

@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 
+#include "ops/shared/list_lengths/buffers.h"
 #include "ops/sparse_mla/inputs.h"
 #include "ops/sparse_mla/sparse_mla_fwd/params.h"
 #include "ops/sparse_mla/sparse_mla_fwd/plan.h"
@@ -41,6 +42,7 @@ std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& q, const Tensor
   };
 
   Params params{problem_of(q, kv, indices, options, call)};
+  const std::optional<Tensor> lengths = list_lengths::measure(params, call);
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());
   params.partial_out = floats(partial_out);

@@ -20,8 +20,4 @@ inline int plan_splits(long items, int topk, int num_sms) {
   return splits < 1 ? 1 : splits;
 }
 
-// The fewest slots of a part for which lists are searched for their end: the search takes as long as a third of a tile,
-// and longer if there is much padding.
-inline constexpr int kFewestSearchedSlots = 16 * kBlockK;
-
 }  // namespace dsa::sparse_mla_fwd

@@ -13,7 +13,6 @@
 #include "sm90/mbarrier.cuh"
 #include "sm90/warpgroup.cuh"
 #include "tiles/gather.cuh"
-#include "tiles/list_end.cuh"
 #include "tiles/mma.cuh"
 #include "tiles/online_softmax.cuh"
 
@@ -84,7 +83,6 @@ struct KernelParams : Params {
   cutlass::FastDivmod head_blocks, group_count, split_count, query_count;  // to decode an item's index
   float scale_log2;  // |sm_scale| * log2(e); above zero so that masked scores stay -inf
   bool negate_q;     // sm_scale is negative
-  bool searches;     // lists for their end, see searches_lists
   Maxima maxima;
 };
 
@@ -97,7 +95,6 @@ inline KernelParams::KernelParams(const Params& params, const Maxima& maxima)
       query_count(seq_q),
       scale_log2(std::fmax(std::fabs(sm_scale) * kLog2E, std::numeric_limits<float>::denorm_min())),
       negate_q(sm_scale < 0),
-      searches(topk_length == nullptr && searches_lists(topk, splits, kFewestSearchedSlots)),
       maxima(maxima) {
   items = batch * seq_q * groups * splits * head_blocks;
 }
@@ -114,12 +111,22 @@ struct PagedParams : KernelParams {
 // One work item; the same for all threads.
 struct Item {
   int head_block, group, s, b, split;
+  int first_tile, tiles;  // at least one tile, perhaps without a visible key
+  int slot_end;           // slots below this are in use
+  VisibleIds ids;
 
   __device__ __forceinline__ Item(const KernelParams& p, int index) {
     p.head_blocks(index, head_block, index);
     p.group_count(index, group, index);
     p.split_count(index, split, index);
     p.query_count(b, s, index);
+    const int slots = used_slots(p, b, s);
+    const int all_tiles = ceil_div(slots, kBlockK);
+    first_tile = p.split_count.div(split * all_tiles);
+    const int end_tile = p.split_count.div((split + 1) * all_tiles);
+    tiles = end_tile > first_tile ? end_tile - first_tile : 1;
+    slot_end = end_tile * kBlockK < slots ? end_tile * kBlockK : slots;
+    ids = visible_ids(p, b, s);
   }
 
   __device__ __forceinline__ const int* indices(const KernelParams& p) const {
@@ -131,20 +138,6 @@ struct Item {
   }
   __device__ __forceinline__ int heads_left(const KernelParams& p) const {
     return p.heads / p.groups - head_block * kBlockHeads;
-  }
-};
-
-// An item's share of the first `slots` slots of its query.
-struct ItemSlots {
-  int first_tile, tiles;  // at least one tile, perhaps without a visible key
-  int slot_end;           // slots below this are in use
-
-  __device__ __forceinline__ ItemSlots(const KernelParams& p, const Item& item, int slots) {
-    const int all_tiles = ceil_div(slots, kBlockK);
-    first_tile = p.split_count.div(item.split * all_tiles);
-    const int end_tile = p.split_count.div((item.split + 1) * all_tiles);
-    tiles = end_tile > first_tile ? end_tile - first_tile : 1;
-    slot_end = end_tile * kBlockK < slots ? end_tile * kBlockK : slots;
   }
 };
 
