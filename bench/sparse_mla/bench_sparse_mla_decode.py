@@ -1,7 +1,8 @@
 """Times dsa_ext.sparse_mla_decode in CUDA graphs; writes its results file, with the peer's figures, and plot.
 
-Contexts of 32768 keys in pages of 64, 2048 keys selected, ascending. Every graph has several calls with other queries
-and lists. TFLOP/s count all selected keys; TB/s count their bytes once per token. Results are checked on some tokens.
+Contexts of 32768 keys in pages of 64, 2048 keys selected, ascending, or fewer and then padding. Every graph has several
+calls with other queries and lists. TFLOP/s count all selected keys; TB/s count their bytes once per token. Results are
+checked on some tokens.
 """
 
 from collections.abc import Iterator
@@ -28,12 +29,14 @@ class Spec:
     tokens: int
     heads: int
     packed: bool = True
+    keys: int = TOPK  # of a list; the rest is padding
     batch_invariant: bool = False
 
     @property
     def name(self) -> str:
         kind = "fp8" if self.packed else "bf16"
-        return f"{kind}_h{self.heads}_b{self.batch}_n{self.tokens}" + "_invariant" * self.batch_invariant
+        name = f"{kind}_h{self.heads}_b{self.batch}_n{self.tokens}"
+        return name + f"_k{self.keys}" * (self.keys < TOPK) + "_invariant" * self.batch_invariant
 
 
 def specs() -> Iterator[Spec]:
@@ -44,6 +47,9 @@ def specs() -> Iterator[Spec]:
         yield Spec("fp8, 128 heads", batch, 1, 128, batch_invariant=True)
         for heads in (128, 16):
             yield Spec("bf16", batch, 1, heads, packed=False)
+    for heads in (128, 16):
+        for batch in (8, 32, 128):
+            yield Spec(f"fp8, {heads} heads, 512 keys and padding", batch, 1, heads, keys=512)
 
 
 def make_cache(batch: int, packed: bool, context: int = CONTEXT) -> Tensor:
@@ -53,17 +59,19 @@ def make_cache(batch: int, packed: bool, context: int = CONTEXT) -> Tensor:
     return rows.expand(batch, -1, -1).reshape(batch * context // PAGE, PAGE, 1, -1)
 
 
-def make_lists(batch: int, tokens: int) -> Tensor:
-    ids = torch.rand(batch * tokens, CONTEXT, device="cuda").topk(TOPK).indices.sort().values
-    first = torch.arange(batch, device="cuda")[:, None, None] * CONTEXT
-    return (ids.view(batch, tokens, TOPK) + first).int()
+def make_lists(spec: Spec) -> Tensor:
+    rows = spec.batch * spec.tokens
+    ids = torch.rand(rows, CONTEXT, device="cuda").topk(spec.keys).indices.sort().values
+    first = torch.arange(spec.batch, device="cuda")[:, None, None] * CONTEXT
+    lists = (ids.view(spec.batch, spec.tokens, spec.keys) + first).int()
+    return torch.nn.functional.pad(lists, (0, TOPK - spec.keys), value=-1)
 
 
 def peer_of(spec: Spec, flop: int) -> tuple[str, float] | None:
     """FlashMLA with the same caches, in TFLOP/s."""
     key, case = f"flashmla_h{spec.heads}", f"b{spec.batch}_n{spec.tokens}"
     figure = PEERS[OP]["figures"].get(key)
-    if figure is None or case not in figure["values"] or not spec.packed or spec.batch_invariant:
+    if figure is None or case not in figure["values"] or not spec.packed or spec.batch_invariant or spec.keys < TOPK:
         return None
     return peer_figure(OP, key, case, flop)
 
@@ -73,8 +81,7 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     cache = make_cache(spec.batch, spec.packed)
     shape = (spec.batch, spec.tokens, spec.heads, COLUMNS)
     sets = [
-        (torch.randn(shape, device="cuda").bfloat16(), make_lists(spec.batch, spec.tokens))
-        for _ in range(2 if spec.batch > 32 else 8)
+        (torch.randn(shape, device="cuda").bfloat16(), make_lists(spec)) for _ in range(2 if spec.batch > 32 else 8)
     ]
 
     def call(inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -86,13 +93,13 @@ def measure(spec: Spec, _times: dict[str, float]) -> Case:
     found = errors(OP, (out[some], lse[some]), args)
     found.check()
     ms = measure_rotating_ms(call, sets)
-    flop = 2 * spec.batch * spec.tokens * spec.heads * TOPK * (COLUMNS + 512)
-    key_bytes = spec.batch * spec.tokens * TOPK * cache.shape[-1] * cache.element_size()
+    flop = 2 * spec.batch * spec.tokens * spec.heads * spec.keys * (COLUMNS + 512)
+    key_bytes = spec.batch * spec.tokens * spec.keys * cache.shape[-1] * cache.element_size()
     letters = {"B": spec.batch, "N": spec.tokens, "H": spec.heads, "K": TOPK, "context": CONTEXT, "page": PAGE}
     return make_case(
         spec.name,
         spec.group,
-        {**letters, "packed": spec.packed, "batch_invariant": spec.batch_invariant},
+        {**letters, "keys": spec.keys, "packed": spec.packed, "batch_invariant": spec.batch_invariant},
         ms,
         tflops=flop / ms / 1e9,
         peer=peer_of(spec, flop),
