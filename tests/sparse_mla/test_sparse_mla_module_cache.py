@@ -378,3 +378,28 @@ def test_batch_invariant_is_passed(batch_invariant: bool, monkeypatch: pytest.Mo
     feeder.prefill({0: 3})
     feeder.decode([0, 1])
     assert got == [batch_invariant]
+
+
+@torch.no_grad()
+def test_lengths_of_selected_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator is told how long the contexts are, unless ids come from elsewhere, in any order."""
+    calls: list[Tensor | None] = []
+    decode = dsa_ext.functional.sparse_mla_decode
+
+    def recorded(*args: Any, topk_length: Tensor | None = None, **options: Any) -> Any:
+        calls.append(None if topk_length is None else topk_length.clone())
+        return decode(*args, topk_length=topk_length, **options)
+
+    layer = make_layer()
+    cache = make_cache(layer)
+    feeder = Feeder(layer, make_inputs(), cache)
+    feeder.prefill({0: 5, 1: 2})
+    monkeypatch.setattr(dsa_ext.functional, "sparse_mla_decode", recorded)
+    feeder.decode([1, 0])
+    (lengths,) = calls
+    assert lengths is not None
+    assert lengths.tolist() == [3, 6]
+    cache.decode([1, 0])
+    x = torch.randn(2, 1, HIDDEN, dtype=torch.float64)
+    layer(x, cache=cache, ids=layer(x, cache=cache).ids)
+    assert calls[2] is None

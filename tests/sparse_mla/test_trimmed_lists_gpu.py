@@ -9,6 +9,7 @@ from bwd_gpu import normal
 from decode_gpu import OP as DECODE
 from decode_gpu import check
 from sparse_mla_gpu_inputs import DEVICE, make_bounds, make_gpu
+from streams import written_late
 from torch import Tensor
 
 from dsa_ext import reference
@@ -17,11 +18,11 @@ from dsa_ext.testing.timing import time_ms
 
 pytestmark = pytest.mark.gpu
 OPS = torch.ops.dsa
-#: Slots of a call from which on the ends of lists are searched; of sparse_mla_decode.
+#: Slots of a call from which on the lengths of lists are found; of sparse_mla_decode.
 FEWEST_SLOTS, FEWEST_DECODE_SLOTS = 2**21, 2**18
 #: Where the last key of a list may be: nowhere, at either end, around tiles of 64 slots.
 FROM_BEGIN = (0, 1, 63, 64, 65, 255, 256, 257, 511, 512, 513, 2047, 2048)
-#: The same, counted from the end: around the 32 slots searched first and the steps of 256 that follow.
+#: The same, counted from the end: around the 32 slots read first and the steps of 256 that follow.
 FROM_END = (0, 1, 31, 32, 33, 287, 288, 289, 543, 544, 545, 1823, 1824, 1825)
 
 
@@ -40,7 +41,7 @@ def trimmed(indices: Tensor, s_kv: int) -> tuple[Tensor, Tensor]:
 
 
 def enough_queries(topk: int) -> int:
-    """So many that the ends of their lists are searched."""
+    """So many that the lengths of their lists are found."""
     return FEWEST_SLOTS // topk + 1
 
 
@@ -152,17 +153,103 @@ def test_decode(topk: int, heads: int, packed: bool) -> None:
 @pytest.mark.parametrize("packed", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("heads", [128, 64, 32, 16])
 def test_decode_of_few_tokens(heads: int, packed: bool) -> None:
-    """Padding in lists that are not searched, split into parts or not; many copies of zeros at a time."""
+    """Padding in lists whose lengths are not found, split into parts or not; many copies of zeros at a time."""
     for batch in (1, 3, 9, 20, 32):
         inputs = make_cache(batch, 2, 80, 64, heads, 2048, packed=packed, device=DEVICE)
         check(inputs.q, inputs.kv_cache, trimmed(inputs.indices, 80 * 64)[0])
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["fp8", "bf16"])
+def test_decode_in_parts(packed: bool) -> None:
+    """Lists are split up to the lengths that are found, or given."""
+    inputs = make_cache(64, 1, 400, 64, 16, 8192, packed=packed, device=DEVICE)
+    indices, lengths = trimmed(inputs.indices, 400 * 64)
+    whole = DECODE(inputs.q, inputs.kv_cache, indices, batch_invariant=True)
+    results = DECODE(inputs.q, inputs.kv_cache, indices)
+    assert not torch.equal(results[0], whole[0]), "lists are split"
+    assert_same(results, DECODE(inputs.q, inputs.kv_cache, indices, topk_length=lengths))
+    check(inputs.q, inputs.kv_cache, indices)
+
+
+def test_order_of_padding_does_not_change_dq() -> None:
+    """Lists that are sorted before their lengths are found, and that the last wave splits."""
+    seq, s_kv, topk = 1100, 17000, 2048
+    inputs = make_gpu(seq=seq, s_kv=s_kv, heads=64, topk=topk)
+    lists = torch.where(torch.arange(topk, device=DEVICE) < 1000, inputs.indices.remainder(s_kv).int(), -1)
+    args = forward_and_dout(inputs, lists, torch.full((1, seq), topk, dtype=torch.int32, device=DEVICE))[:-1]
+    dq = OPS.sparse_mla_bwd(*args, lists, causal=False)[0]
+    order = torch.randperm(topk, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    assert torch.equal(OPS.sparse_mla_bwd(*args, lists[..., order], causal=False)[0], dq)
+
+
+def test_small_calls_have_the_same_bits() -> None:
+    seq = enough_queries(2048)
+    inputs = make_gpu(seq=seq, s_kv=3000, heads=128, topk=2048)
+    indices, _ = trimmed(inputs.indices, 3000)
+    q, some = inputs.q, slice(50, 150)
+    out, lse = OPS.sparse_mla_fwd(q, inputs.kv, indices, causal=False)
+    small = OPS.sparse_mla_fwd(q[:, some], inputs.kv, indices[:, some], causal=False)
+    assert_same(small, (out[:, some], lse[:, some]))
+    dist = OPS.attn_dist(q, inputs.kv, indices, lse, causal=False)
+    small_dist = OPS.attn_dist(q[:, some], inputs.kv, indices[:, some], lse[:, some], causal=False)
+    assert torch.equal(small_dist, dist[:, some])
+
+
+def test_any_layout() -> None:
+    """Two sequences, lists that are rows of wider ones in another order of dimensions, and lists that are shared."""
+    inputs = make_gpu(batch=2, seq=enough_queries(4096), s_kv=3000, heads=64, groups=2, topk=2048)
+    indices, _ = trimmed(inputs.indices, 3000)
+    wide = torch.full((2, indices.shape[1], 2, 2053), 7, dtype=torch.int32, device=DEVICE).transpose(0, 1).contiguous()
+    view = wide.transpose(0, 1)[..., 3:-2]
+    view.copy_(indices)
+    shared = indices[:, :1].expand(-1, indices.shape[1], -1, -1)
+    for lists, same in ((view, indices), (shared, shared.contiguous())):
+        args = forward_and_dout(inputs, same, torch.full(same.shape[:2], 2048, dtype=torch.int32, device=DEVICE))[:-1]
+        out, lse = args[3:]
+        assert_same(OPS.sparse_mla_fwd(inputs.q, inputs.kv, lists, causal=False), (out, lse))
+        dist = OPS.attn_dist(inputs.q, inputs.kv, same, lse, causal=False)
+        assert torch.equal(OPS.attn_dist(inputs.q, inputs.kv, lists, lse, causal=False), dist)
+        assert_same(
+            OPS.sparse_mla_bwd(*args, lists, causal=False, deterministic=True),
+            OPS.sparse_mla_bwd(*args, same, causal=False, deterministic=True),
+        )
+
+
+def test_lists_that_change() -> None:
+    """A graph serves other lists than those of its capture; lists are written late on a side stream."""
+    inputs = make_gpu(seq=enough_queries(2048), s_kv=3000, heads=64, topk=2048)
+    indices, _ = trimmed(inputs.indices, 3000)
+    held = torch.full_like(indices, -1)
+    cache = make_cache(128, 1, 80, 64, 64, 2048, device=DEVICE)
+    ids, _ = trimmed(cache.indices, 80 * 64)
+    held_ids = torch.full_like(ids, -1)
+
+    def run(lists: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+        out, lse = OPS.sparse_mla_fwd(inputs.q, inputs.kv, lists, causal=False)
+        return (
+            out,
+            lse,
+            OPS.attn_dist(inputs.q, inputs.kv, lists, lse, causal=False),
+            *DECODE(cache.q, cache.kv_cache, slots),
+        )
+
+    expected = run(indices, ids)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(held, held_ids)
+    held.copy_(indices)
+    held_ids.copy_(ids)
+    graph.replay()
+    assert_same(captured, expected)
+    assert_same(written_late(indices, lambda late: run(late, ids)), expected)
+    assert_same(written_late(ids, lambda late: run(indices, late)), expected)
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize("packed", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("heads", [128, 64, 16])
 def test_padding_takes_no_longer_than_keys(heads: int, packed: bool) -> None:
-    """In lists that are not searched."""
+    """In lists whose lengths are not found."""
     inputs = make_cache(8, 1, 400, 64, heads, 2048, packed=packed, device=DEVICE)
     short = torch.where(torch.arange(2048, device=DEVICE) < 128, inputs.indices, -1)
     short_ms = time_ms(lambda: DECODE(inputs.q, inputs.kv_cache, short))

@@ -2,8 +2,8 @@
 
 namespace dsa::list_lengths {
 
-std::optional<Tensor> measure(listed_keys::Problem& p, const DeviceCall& call, int64_t fewest_slots) {
-  if (!are_measured(p, fewest_slots)) return std::nullopt;
+std::optional<Tensor> find(listed_keys::Problem& p, const DeviceCall& call, int64_t fewest_slots) {
+  if (!are_found(p, fewest_slots)) return std::nullopt;
   Tensor lengths = empty({p.batch, p.seq_q}, ScalarType::Int, call.index);
   auto* const first = static_cast<int*>(lengths.data_ptr());
   call.check(launch(p, first, call.stream()));

@@ -1,4 +1,4 @@
-// Measures the lists of a call.
+// Finds the lengths of a call's lists.
 #pragma once
 
 #include <optional>
@@ -8,9 +8,8 @@
 
 namespace dsa::list_lengths {
 
-// Where that pays, sets topk_length to the lengths of lists without the padding at their ends, in the tensor that it
-// returns.
-std::optional<Tensor> measure(listed_keys::Problem& problem, const DeviceCall& call,
-                              int64_t fewest_slots = kFewestSlots);
+// If are_found, sets topk_length to the lengths of lists without the padding at their ends. They are in the tensor that
+// it returns, which must live until the kernels are launched.
+std::optional<Tensor> find(listed_keys::Problem& problem, const DeviceCall& call, int64_t fewest_slots = kFewestSlots);
 
 }  // namespace dsa::list_lengths

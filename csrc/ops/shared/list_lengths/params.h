@@ -7,16 +7,20 @@
 
 namespace dsa::list_lengths {
 
-// The fewest slots of a call for which lists are measured. Where nothing is padding, that costs 1 to 2 % of the time of
-// so small a call.
-inline constexpr int64_t kFewestSlots = 1 << 21;
+// The fewest slots of a call that finds the lengths of its lists; of sparse_mla_decode. In smaller calls the kernel of
+// its own would take full lists more than 2 to 3 % of their time.
+inline constexpr int64_t kFewestSlots = 1 << 21, kFewestDecodeSlots = 1 << 18;
+// The fewest queries: a warp reads all lists of one, which takes long if they are.
+inline constexpr int64_t kFewestQueries = 64;
 
-inline bool are_measured(const listed_keys::Problem& p, int64_t fewest_slots) {
-  return p.topk_length == nullptr && int64_t{p.batch} * p.seq_q * p.groups * p.topk >= fewest_slots;
+// Whether the lengths, which are not given, are found.
+inline bool are_found(const listed_keys::Problem& p, int64_t fewest_slots) {
+  const int64_t queries = int64_t{p.batch} * p.seq_q;
+  return p.topk_length == nullptr && queries >= kFewestQueries && queries * p.groups * p.topk >= fewest_slots;
 }
 
-// Writes the slots up to the last visible id in any list of a query to `lengths` [batch, seq_q]. Launches on `stream`
-// (a cudaStream_t). Returns null, or a text that says what failed.
+// Writes, for each query, the number of slots up to the last visible id in any of its lists to `lengths` [batch,
+// seq_q]. Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
 const char* launch(const listed_keys::Problem& problem, int* lengths, void* stream);
 
 }  // namespace dsa::list_lengths

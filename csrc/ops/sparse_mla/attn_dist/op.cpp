@@ -45,7 +45,7 @@ Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<
       normalize,
       per_head_block,
   };
-  const std::optional<Tensor> lengths = list_lengths::measure(params, call);
+  const std::optional<Tensor> lengths = list_lengths::find(params, call);
   call.check(launch(params, call.stream()));
   return dist;
 }

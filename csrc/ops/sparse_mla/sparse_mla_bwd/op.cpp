@@ -115,8 +115,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
     lists = merged_lists::allocate(params, params.lists, params.operands);
     parts = params.num_sms;
   }
-  std::optional<Tensor> lengths;
-  if (!params.merged) lengths = list_lengths::measure(params, call);  // a merged list has no padding
   Tensor dq_parts = empty({parts, kBlockHeads, d_qk}, ScalarType::Float, call.index);
   params.dq_parts = static_cast<float*>(dq_parts.data_ptr());
 
@@ -148,7 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
                                static_cast<float*>(dist.data_ptr()),
                                false,
                                /*per_head_block=*/true};
-      const std::optional<Tensor> sum_lengths = list_lengths::measure(sums, call);
+      const std::optional<Tensor> sum_lengths = list_lengths::find(sums, call);
       call.check(attn_dist::launch(sums, call.stream()));
     }
   }
@@ -158,6 +156,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
   if (params.finished != nullptr && params.dist == nullptr && queries > 0 && params.topk <= kMaxSortedSlots) {
     sorted = sort_lists_of(params, call);
   }
+  std::optional<Tensor> lengths;
+  if (!params.merged) lengths = list_lengths::find(params, call);  // a merged list has no padding
   call.check(launch(params, call.stream()));
   return {dq, dkv_buffers.front(), d_sink, dist};
 }

@@ -1,9 +1,9 @@
-// dQ = dS K for the pairs of pairs.cuh: one CTA takes half of the columns of a query's group, and all heads.
+// dQ = dS K for the pairs of pairs.cuh: CTAs take halves of items in turn, half of the columns of a query's
+// group, with all heads. Keys of the next half arrive while dQ of one is stored.
 //
 // Tiles without visible keys are skipped, as in pairs.cuh, which has not written their dS.
 //
-// Warp specialization: three warpgroups. CTAs are persistent, so that keys arrive while dQ of the item before is
-// stored.
+// Warp specialization: three warpgroups.
 //
 //   role      warpgroup  registers  does, for each tile                              waits on  signals
 //   multiply  0, 1       208        dQ += dS K of one block of heads                 full      free
@@ -31,8 +31,7 @@ template <class Visit>
 __device__ __forceinline__ void for_each_half(const Params& p, int halves, int block, Visit visit) {
 #pragma unroll 1
   for (int index = blockIdx.x; index < halves; index += gridDim.x) {
-    const Item item(p, Share(index / 2, index / 2 + 1, 1), block);
-    visit(item, index % 2);
+    visit(Item::of_query(p, index / 2, block), index % 2);
   }
 }
 

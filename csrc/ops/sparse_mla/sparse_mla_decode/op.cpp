@@ -46,8 +46,8 @@ void check_inputs(const Tensor& q, const Tensor& kv_cache, const Tensor& indices
   if (attn_sink) check_same_device(kOp, "attn_sink", *attn_sink, "q", q);
 }
 
-// Sets topk_length like list_lengths::measure.
-std::optional<Tensor> measure_lists(Params& p, const DeviceCall& call) {
+// Sets topk_length like list_lengths::find.
+std::optional<Tensor> find_lengths(Params& p, const DeviceCall& call) {
   listed_keys::Problem problem{};
   problem.indices = p.indices;
   problem.topk_length = p.topk_length;
@@ -55,7 +55,7 @@ std::optional<Tensor> measure_lists(Params& p, const DeviceCall& call) {
   problem.batch = p.batch, problem.seq_q = p.tokens, problem.seq_kv = p.slots;
   problem.groups = 1, problem.topk = p.topk;
   problem.device = p.device;
-  std::optional<Tensor> lengths = list_lengths::measure(problem, call, kFewestMeasuredSlots);
+  std::optional<Tensor> lengths = list_lengths::find(problem, call, list_lengths::kFewestDecodeSlots);
   if (lengths) {
     p.topk_length = problem.topk_length;
     p.topk_length_stride_b = problem.topk_length_stride_b, p.topk_length_stride_n = problem.topk_length_stride_s;
@@ -124,7 +124,7 @@ std::tuple<Tensor, Tensor> sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor i
       .partial_lse = partial_lse,
       .partial_unit = partial_unit,
   };
-  const std::optional<Tensor> lengths = measure_lists(params, call);
+  const std::optional<Tensor> lengths = find_lengths(params, call);
   call.check(launch(params, call.stream()));
   return {out, lse};
 }

@@ -70,7 +70,4 @@ inline Plan make_plan(int64_t tokens, int heads, int topk, int num_sms, bool is_
   return best;
 }
 
-// The fewest slots of a call for which lists are measured, see list_lengths: a call of 128 tokens takes 1 us longer.
-inline constexpr int64_t kFewestMeasuredSlots = 1 << 18;
-
 }  // namespace dsa::sparse_mla_decode

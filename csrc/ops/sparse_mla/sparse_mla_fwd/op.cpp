@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& q, const Tensor
   };
 
   Params params{problem_of(q, kv, indices, options, call)};
-  const std::optional<Tensor> lengths = list_lengths::measure(params, call);
+  const std::optional<Tensor> lengths = list_lengths::find(params, call);
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());
   params.partial_out = floats(partial_out);
