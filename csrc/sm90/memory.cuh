@@ -17,12 +17,6 @@ __device__ __forceinline__ void prefetch_l2(const void* g, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(g), "r"(bytes) : "memory");
 }
 
-// ld.global, only to bring the line into L1; the value is not used
-__device__ __forceinline__ void touch(const float* g) {
-  [[maybe_unused]] float unused;
-  asm volatile("ld.global.f32 %0, [%1];" : "=f"(unused) : "l"(g));
-}
-
 // ld.global that brings the surrounding 256 bytes into L2, where other warps will need them
 __device__ __forceinline__ float2 load_and_prefetch_256(const float* g) {
   float2 r;

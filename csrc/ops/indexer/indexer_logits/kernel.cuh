@@ -137,7 +137,7 @@ __device__ __forceinline__ void plan(SharedStorage<Element, kC>& shared, const K
 template <class Element, Config kC>
 __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const Params& p, const CUtensorMap& q_map,
                                      const CUtensorMap& k_map, int blocks) {
-  constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element), kSectorFloats = 8;
+  constexpr int kChunkColumns = kC.chunk_bytes() / sizeof(Element);
   const bool leader = threadIdx.x % 32 == 0;
   RestGiver<kC.above> rest(shared.rest, p.above.tickets, shared.plan.rest);
   const auto next_run = [&] {
@@ -146,11 +146,6 @@ __device__ __forceinline__ void feed(SharedStorage<Element, kC>& shared, const P
   Ring<kC.stages()> ring;
   uint32_t q_parity = 1;  // the first Q need not wait
   walk(shared, p, next_run, [&](int block, const BlockRange&, int first_part, int end_part) {
-    // Brings weights that the other warps will load soon into L1.
-    for (int row = threadIdx.x % 32 * kSectorFloats; row < kC.rows(); row += 32 * kSectorFloats) {
-      const int query = block * kC.queries() + row / kC.heads;
-      if (query < p.seq) touch(p.weights + query * p.weights_stride + row % kC.heads);
-    }
     if (leader) {
       wait(&shared.q_empty, q_parity);
       arrive_and_expect(&shared.q_full, sizeof(shared.q));
