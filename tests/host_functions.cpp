@@ -11,6 +11,7 @@
 #include "ops/indexer/indexer_logits_paged/config.h"
 #include "ops/indexer/indexer_topk/plan.h"
 #include "ops/indexer/topk_select/config.h"
+#include "ops/shared/list_lengths/params.h"
 #include "ops/shared/listed_keys/config.h"
 #include "ops/shared/merged_lists/config.h"
 #include "ops/sparse_mla/sparse_mla_bwd/config.h"
@@ -64,6 +65,17 @@ PYBIND11_MODULE(host_functions, m) {
   merged.def("entries_of_run", &dsa::merged_lists::entries_of_run);
   merged.def("are_merged", &dsa::merged_lists::are_merged);
   merged.def("runs_at_once", &dsa::merged_lists::runs_at_once);
+  auto lengths = m.def_submodule("list_lengths");
+  lengths.def("are_found", [](int batch, int seq_q, int groups, int topk, bool are_given, int64_t fewest_slots) {
+    const int given = 0;
+    dsa::listed_keys::Problem problem{};
+    problem.topk_length = are_given ? &given : nullptr;
+    problem.batch = batch, problem.seq_q = seq_q, problem.groups = groups, problem.topk = topk;
+    return dsa::list_lengths::are_found(problem, fewest_slots);
+  });
+  lengths.attr("fewest_slots") = dsa::list_lengths::kFewestSlots;
+  lengths.attr("fewest_decode_slots") = dsa::list_lengths::kFewestDecodeSlots;
+  lengths.attr("fewest_queries") = dsa::list_lengths::kFewestQueries;
 
   py::module_ decode = m.def_submodule("sparse_mla_decode");
   decode.def("make_plan", [](int64_t tokens, int heads, int topk, int num_sms, bool is_packed, bool batch_invariant) {

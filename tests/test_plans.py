@@ -1,12 +1,15 @@
 """The host functions of csrc/ that divide work: every item once, no more at a time than fits."""
 
 import itertools
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sanitized.sparse_mla import SPARSE_MLA_DECODE
+
+ROOT = Path(__file__).parent.parent
 
 
 @given(items=st.integers(1, 5000), slots=st.integers(1, 5000), num_sms=st.integers(1, 140))
@@ -109,6 +112,26 @@ def test_plan_splits(host_functions: ModuleType, items: int, topk: int, num_sms:
     assert splits <= tiles, "a part without keys"
     if splits > 1:
         assert splits * items <= num_sms, "the parts must run at once"
+
+
+def test_lengths_of_lists_are_found_in_large_calls(host_functions: ModuleType) -> None:
+    """From as many slots and queries on as the documentation says."""
+    lengths = host_functions.list_lengths
+    slots, decode_slots, queries = lengths.fewest_slots, lengths.fewest_decode_slots, lengths.fewest_queries
+    pages = {
+        "sparse_mla_fwd": f"at least {queries} queries (B * S) and 2^{slots.bit_length() - 1} slots",
+        "sparse_mla_decode": f"at least {queries} tokens and 2^{decode_slots.bit_length() - 1} slots",
+    }
+    for page, words in pages.items():
+        assert words in (ROOT / f"docs/sparse_mla/{page}.md").read_text()
+    for fewest in (slots, decode_slots):
+        topk = fewest // queries
+        assert lengths.are_found(1, queries, 1, topk, False, fewest)
+        assert lengths.are_found(2, queries // 2, 2, topk // 2, False, fewest)
+        assert not lengths.are_found(1, queries, 1, topk, True, fewest), "they are given"
+        assert not lengths.are_found(1, queries - 1, 1, 2 * topk, False, fewest)
+        assert not lengths.are_found(1, queries, 1, topk - 1, False, fewest)
+    assert lengths.are_found(2**14, 2**14, 1, 2**20, False, slots), "2^48 slots"
 
 
 def test_plan_splits_fills_the_chip(host_functions: ModuleType) -> None:

@@ -291,7 +291,7 @@ class SparseMLA(nn.Module):
         q_latent = self._q_latent(x)
         cache.write(layer, self._keys(x, rows))
         keys = None  # that are selected, by their numbers among those that prefill gathers
-        lengths = None  # of lists whose ids are in front
+        lengths = None  # numbers of slots behind which all is padding, if they are known
         if ids is None:
             ids = self.indexer.select_cached(self.indexer(x, q_latent, rows.positions), cache, layer, self.topk)
             if isinstance(step, PrefillStep):

@@ -157,7 +157,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
     sorted = sort_lists_of(params, call);
   }
   std::optional<Tensor> lengths;
-  if (!params.merged) lengths = list_lengths::find(params, call);  // a merged list has no padding
+  if (!params.merged) lengths = list_lengths::find(params, call);  // merged lists have no padding
   call.check(launch(params, call.stream()));
   return {dq, dkv_buffers.front(), d_sink, dist};
 }
