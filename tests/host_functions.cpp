@@ -64,6 +64,8 @@ PYBIND11_MODULE(host_functions, m) {
   merged.def("queries_of_run", &dsa::merged_lists::queries_of_run);
   merged.def("entries_of_run", &dsa::merged_lists::entries_of_run);
   merged.def("are_merged", &dsa::merged_lists::are_merged);
+  merged.def("are_merged_forward", &dsa::merged_lists::are_merged_forward);
+  merged.def("words_of_run", &dsa::merged_lists::words_of_run);
   merged.def("runs_at_once", &dsa::merged_lists::runs_at_once);
   auto lengths = m.def_submodule("list_lengths");
   lengths.def("are_found", [](int batch, int seq_q, int groups, int topk, bool are_given, int64_t fewest_slots) {

@@ -33,12 +33,14 @@ MLA = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "USETMAXREG")
 SOURCES = [
     "sparse_mla_fwd/launch",
     "sparse_mla_fwd/launch_paged",
+    "sparse_mla_fwd/launch_merging",
     "sparse_mla_bwd/launch",
     "sparse_mla_bwd/launch_pairs",
     "sparse_mla_bwd/sort_lists",
     "merged_lists/launch",
     "list_lengths/launch",
     "attn_dist/launch",
+    "attn_dist/launch_merging",
     "sparse_mha/mask",
     "sparse_mha_fwd/launch",
     "sparse_mha_bwd/launch",
@@ -118,6 +120,11 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "sparse_mla_fwd/launch_paged": Kernels(
             "sparse_mla_fwd_kernel.*11PagedParams", len(fwd.configs), fwd.threads, (*listing, "STG.E.128", "ACQBULK")
         ),
+        # Runs of queries with merged lists, whose value warpgroups spill what they need once an item, and the other
+        # queries of such a call.
+        "sparse_mla_fwd/launch_merging": Kernels(
+            "sparse_mla_fwd_kernel.*12MergedParams", 2 * 2, fwd.threads, (*listing, "STG.E.128"), spilled=100
+        ),
         # Columns x gate dtypes; forward and backward.
         "gated_fusion/launch": Kernels(
             "gated_fusion_[fb]wd_kernel", 2 * 2 * 2, 256, ("LDG.E.128", "MUFU.EX2", "STG.E.128")
@@ -143,7 +150,12 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         "sparse_mla_bwd/sort_lists": Kernels("sort_lists_kernel", 5, 256, ("BAR.RED.AND", "STS.U16")),
         # One instance per number of queries.
         "merged_lists/launch": Kernels(
-            "merge_lists_kernelILi", 3, 256, ("ATOMS", "POPC"), ("find_unfit_keys_kernel", "list_items_kernel")
+            "merge_lists_kernelILi",
+            3 * 2,
+            256,
+            ("ATOMS.OR", "POPC"),
+            ("drop_unfit_runs_kernel", "list_items_kernel"),
+            spilled=20,  # with runs of two queries
         ),
         "list_lengths/launch": Kernels("list_lengths_kernel", 1, 256, ("REDUX.MAX", "LDG", "ACQBULK")),
         "sparse_mha/mask": Kernels("sparse_mha.*mask_kernel", 1, 512, ("STS.U8", "LDS.128", "VOTE.ANY")),
@@ -181,7 +193,14 @@ def kernels_of(source: str, host_functions: ModuleType) -> Kernels:
         ),
         "write_rotated/launch": Kernels("write_rotated_kernel", 1, 8 * 256, ("LDG.E.128", "PRMT")),
         # Columns x heads; heads that fill the instance, or fewer.
-        "attn_dist/launch": Kernels("listed_keys_kernel.*Attention", 2 * 4 * 2, listed.threads(576, 64), listing),
+        "attn_dist/launch": Kernels("listed_keys_kernel.*AttentionE+Lb0E", 2 * 4 * 2, listed.threads(576, 64), listing),
+        # Columns x heads: runs of queries with merged lists, and the other queries of such a call.
+        "attn_dist/launch_merging": Kernels(
+            "attn_dist_runs_kernel|listed_keys_kernel.*AttentionE+Lb1E",
+            2 * 2 + 2 * 2,
+            listed.threads(576, 64),
+            ("HGMMA", "LDGSTS", "UTMALDG", "SYNCS", "USETMAXREG", "MUFU.EX2"),
+        ),
         "indexer_scores/launch": Kernels("listed_keys_kernel.*Indexer", 2 * 3 * 2, listed.threads(128, 64), listing),
         "indexer_logits/launch_fp8": Kernels(
             "indexer_logits_kernel.*e4m3.*Lb0E", logits_shapes, logits.threads, ("QGMMA", *scoring)
@@ -338,6 +357,7 @@ def test_queries_stay_in_registers() -> None:
 #: How many arrivals kernels have during loads of shared memory that do not read what the arrival lets others overwrite.
 READS_BESIDE_ARRIVALS = {
     "sparse_mla_fwd_kernel": 2,  # the visible keys of the tile after; an item's tiles, of which there are two in turn
+    "12MergedParams": 1,  # an item's tiles, again
     "sparse_mla_decode_wide_kernel": 1,  # the numbers of a tile's keys, while P of the tile before is handed over
     "block_sparse_attn_fwd_kernelILi64": 1,  # Q, while the tile of the output before is freed
     "fp8_gemm_kernelILi8": 2,  # scales: their loads are issued before a product that the arrival waits for

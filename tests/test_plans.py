@@ -231,43 +231,6 @@ def test_most_ctas(host_functions: ModuleType, items: int, topk: int, num_sms: i
         assert whole + (count - whole) * parts <= bwd.most_ctas(items, num_sms)
 
 
-def test_queries_of_a_run(host_functions: ModuleType) -> None:
-    """The rows of a tile are as many queries as have room with their heads, in a power of two."""
-    for heads in range(1, 33):
-        queries = host_functions.merged_lists.queries_of_run(heads)
-        assert queries == min(8, 64 // 2 ** (heads - 1).bit_length())
-        assert queries * heads <= 64
-
-
-@given(heads=st.integers(1, 32), topk=st.integers(1, 2**24))
-def test_entries_of_a_run(host_functions: ModuleType, heads: int, topk: int) -> None:
-    """A merged list is shorter than the lists together, in tiles of 64 keys."""
-    merged = host_functions.merged_lists
-    queries = merged.queries_of_run(heads)
-    entries, tiles = merged.entries_of_run(queries, topk), queries * -(-topk // 64)
-    assert entries % 64 == 0
-    assert entries // 64 < tiles
-    assert entries // 64 >= 0.85 * tiles - 1
-
-
-@given(runs=st.integers(1, 2**20), entries=st.integers(0, 2**31))
-def test_runs_at_once(host_functions: ModuleType, runs: int, entries: int) -> None:
-    at_once = host_functions.merged_lists.runs_at_once(runs, entries)
-    assert 1 <= at_once <= runs
-    assert at_once == 1 or at_once * entries * 4 <= 2**28
-
-
-def test_which_calls_merge_lists(host_functions: ModuleType) -> None:
-    are_merged = host_functions.merged_lists.are_merged
-    for heads in (1, 8, 16, 32):
-        assert are_merged(heads, 1, 4096, 1, 2048, 131072)
-    assert not are_merged(33, 1, 4096, 1, 2048, 131072), "a tile has no room for a second query"
-    assert not are_merged(16, 4096, 1, 1, 2048, 8192), "queries have no neighbors"
-    assert not are_merged(16, 1, 4096, 1, 2048, 2**24), "ids have no room beside the queries"
-    assert not are_merged(16, 1, 64, 1, 2048, 1000), "too little work"
-    assert not are_merged(16, 1, 512, 1, 2048, 131072), "reading all keys would take long"
-
-
 @given(groups=st.integers(1, 2**20), size=st.integers(0, 2**40), num_sms=st.integers(1, 200))
 def test_groups_at_once(host_functions: ModuleType, groups: int, size: int, num_sms: int) -> None:
     at_once = host_functions.indexer_bwd.groups_at_once(groups, size, 2**30, num_sms)

@@ -164,7 +164,8 @@ def sparse_mla(
         attn_sink: logit per head [H], fp32 (float64 for float64 inputs), that takes a share of the probability and
             adds no value. -inf disables the sink.
         deterministic: make the gradient of kv deterministic (bitwise), as torch.use_deterministic_algorithms(True)
-            does.
+            does. The results of a query then also do not depend on the lists of other queries, on which their last
+            bits may depend in large calls with 8 or 16 heads.
         return_lse: return lse as well.
         return_max_logits: return max_logits as well.
 

@@ -1,7 +1,10 @@
 // What CTAs walk over: queries, and in the last round pieces of them.
 #pragma once
 
+#include <type_traits>
+
 #include "config.h"
+#include "ops/shared/merged_lists/params.h"
 #include "params.h"
 #include "tiles/gather.cuh"
 
@@ -12,6 +15,11 @@ using namespace dsa::tiles;
 struct KernelParams : Params {
   Rounds rounds;
 };
+struct SomeParams : KernelParams {
+  merged_lists::Lists lists;
+};
+template <Config kC>
+using ParamsOf = std::conditional_t<kC.some, SomeParams, KernelParams>;
 
 // The heads of one query and group, with all tiles or a piece of them.
 struct Item {
@@ -49,7 +57,29 @@ struct Item {
   }
 };
 
-__device__ __forceinline__ int items(const KernelParams& p) { return p.rounds.items(p.batch * p.seq_q * p.groups); }
+// The items of a kernel, in the order in which they are walked over. What item `index` is, is loaded ahead of it.
+template <Config kC>
+struct Items;
+
+template <Config kC>
+  requires(!kC.some)
+struct Items<kC> {
+  int count;
+
+  __device__ __forceinline__ explicit Items(const KernelParams& p)
+      : count(p.rounds.items(p.batch * p.seq_q * p.groups)) {}
+  __device__ __forceinline__ int load(int index) const { return index; }
+};
+template <Config kC>
+  requires(kC.some)
+struct Items<kC> {
+  int count;
+  const int* g_first;
+
+  __device__ __forceinline__ explicit Items(const SomeParams& p)
+      : count(__ldg(p.lists.item_counts + 1)), g_first(p.lists.items + __ldg(p.lists.item_counts)) {}
+  __device__ __forceinline__ int load(int index) const { return index < count ? __ldg(g_first + index) : 0; }
+};
 __device__ __forceinline__ int rows_of_item(const Params& p) {
   return p.per_head_block ? (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads : 1;
 }

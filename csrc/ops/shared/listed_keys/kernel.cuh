@@ -85,7 +85,7 @@ struct SharedStorage {
 // Producer: loads Q and keys, and fills the slots after the last tile. Run by each gather warpgroup, with its number in
 // `warpgroup`. The first ids of an item are loaded with the last tile of the item before.
 template <Config kC, class Function>
-__device__ __forceinline__ void gather(SharedStorage<kC>& shared, const KernelParams& p, const CUtensorMap& q_map,
+__device__ __forceinline__ void gather(SharedStorage<kC>& shared, const ParamsOf<kC>& p, const CUtensorMap& q_map,
                                        int warpgroup, int thread) {
   constexpr int kGatherers = kC.gather_warpgroups(), kParts = kC.parts();
   static_assert(kC.slots() % (kGatherers * kParts) == 0 || kGatherers == 1, "slots change hands");
@@ -96,12 +96,13 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const KernelPa
   ring.advance(warpgroup * kParts), visible_ring.advance(warpgroup);
   int first_tile = warpgroup, q_tile = 0;  // the first item's Q need not wait
   uint32_t q_parity = 1;
-  Item item(p, blockIdx.x);
+  const Items<kC> items(p);
+  Item item(p, items.load(blockIdx.x));
   Slots slots(p, item, first_tile, thread);
   int ids[kGatherRowsPerThread];  // of this warpgroup's next tile
   slots.load<kGatherers>(ids);
-  for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
-    const Item next(p, index + gridDim.x < unsigned(items(p)) ? index + gridDim.x : index);
+  for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
+    const Item next(p, items.load(index + gridDim.x < unsigned(items.count) ? index + gridDim.x : index));
     const int next_first_tile = (first_tile + item.tiles) % kGatherers;
     const Slots next_slots(p, next, next_first_tile, thread);
     for (int block = 0; block < rows_of_item(p); ++block) {
@@ -225,7 +226,7 @@ __device__ __forceinline__ void divide_row(SharedStorage<kC>& shared, const Para
 
 // Consumer: scores every other tile and writes the sums. Run by each score warpgroup, with its number in `warpgroup`.
 template <Config kC, class Function>
-__device__ __forceinline__ void score(SharedStorage<kC>& shared, const KernelParams& p, int warpgroup, int thread) {
+__device__ __forceinline__ void score(SharedStorage<kC>& shared, const ParamsOf<kC>& p, int warpgroup, int thread) {
   using namespace cute;
   constexpr int kParts = kC.parts(), kSteps = kC.slot_chunks() * kChunkColumns / 16,
                 kBlocks = kC.heads > kBlockHeads ? 2 : 1;
@@ -252,8 +253,11 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const KernelPar
   if (warpgroup == 1) ring.advance(kParts), visible_ring.advance();
   int tiles_before = 0;
   uint32_t item_count = 0;
-  for (int index = blockIdx.x; index < items(p); index += gridDim.x) {
-    const Item item(p, index);
+  const Items<kC> items(p);
+  int next = items.load(blockIdx.x);
+  for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
+    const Item item(p, next);
+    next = items.load(index + gridDim.x);
     const uint32_t q_parity = item_count % 2;
     const int first_tile = (warpgroup - tiles_before) & 1;
     float head_factors[kColumns];
@@ -326,10 +330,11 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const KernelPar
   }
 }
 
-template <int kKeyColumns, int kHeads, class Function>
+template <int kKeyColumns, int kHeads, class Function, bool kSome>
 __global__ void __launch_bounds__(Config{kKeyColumns, kHeads}.threads(), 1)
-    listed_keys_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map) {
-  constexpr Config kC{kKeyColumns, kHeads};
+    listed_keys_kernel(const __grid_constant__ ParamsOf<Config{kKeyColumns, kHeads, kSome}> p,
+                       const __grid_constant__ CUtensorMap q_map) {
+  constexpr Config kC{kKeyColumns, kHeads, kSome};
   extern __shared__ __align__(1024) char shared_bytes_[];
   SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);
   const int thread = threadIdx.x % kWarpgroupThreads;

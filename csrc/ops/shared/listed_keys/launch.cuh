@@ -9,12 +9,9 @@
 
 namespace dsa::listed_keys {
 
-template <int kKeyColumns, int kHeads, class Function>
-const char* launch_instance(const Params& params, cudaStream_t stream) {
-  constexpr Config kC{kKeyColumns, kHeads};
-  const int queries = params.batch * params.seq_q * params.groups, tiles = (params.topk - 1) / kTileKeys + 1;
-  // A row is divided by the sum over all its tiles.
-  const KernelParams p{params, plan_rounds(queries, tiles, params.num_sms, !params.normalize)};
+template <int kKeyColumns, int kHeads, class Function, bool kSome = false>
+const char* launch_items(const ParamsOf<Config{kKeyColumns, kHeads, kSome}>& p, int items, cudaStream_t stream) {
+  constexpr Config kC{kKeyColumns, kHeads, kSome};
   const int group_heads = p.heads / p.groups;
   CUtensorMap q_map;
   if (!encode_head_tensor(&q_map,
@@ -25,9 +22,16 @@ const char* launch_instance(const Params& params, cudaStream_t stream) {
   }
   constexpr int kBytes = sizeof(SharedStorage<kC>);
   static_assert(kBytes <= 227 * 1024);
-  const int ctas = std::min(p.rounds.items(queries), p.num_sms);
-  return launch_kernel<listed_keys_kernel<kKeyColumns, kHeads, Function>>(p.device, unsigned(ctas), kC.threads(),
-                                                                          kBytes, stream, p, q_map);
+  return launch_kernel<listed_keys_kernel<kKeyColumns, kHeads, Function, kSome>>(
+      p.device, unsigned(std::min(items, p.num_sms)), kC.threads(), kBytes, stream, p, q_map);
+}
+
+template <int kKeyColumns, int kHeads, class Function>
+const char* launch_instance(const Params& params, cudaStream_t stream) {
+  const int queries = params.batch * params.seq_q * params.groups, tiles = (params.topk - 1) / kTileKeys + 1;
+  // A row is divided by the sum over all its tiles.
+  const KernelParams p{params, plan_rounds(queries, tiles, params.num_sms, !params.normalize)};
+  return launch_items<kKeyColumns, kHeads, Function>(p, p.rounds.items(queries), stream);
 }
 
 // For up to kHeads heads per group.

@@ -6,8 +6,8 @@
 
 namespace dsa::merged_lists {
 
-// Allocates entries and items for as many runs at a time as have room, and the bits of keys. Sets the pointers in
-// `lists` and `operands`, and the sizes in `lists`: `runs` to the runs per launch.
-Tensor allocate(const listed_keys::Problem& problem, Lists& lists, Operands& operands);
+// Allocates entries and items for as many runs at a time as have room. Sets the pointers and sizes in `lists`: `runs`
+// to the runs per launch.
+Tensor allocate(const listed_keys::Problem& problem, int percent, Lists& lists);
 
 }  // namespace dsa::merged_lists

@@ -5,27 +5,33 @@
 namespace dsa::merged_lists {
 namespace {
 
-template <int kQueries>
-const char* launch_merge(const Problem& p, const Lists& lists, const Operands& operands, cudaStream_t stream) {
-  const int bytes = kQueries * window_words(kQueries, p.seq_kv) * int(sizeof(unsigned));
-  return sm90::launch_kernel<merge_lists_kernel<kQueries>>(p.device, unsigned(lists.runs), kMergeThreads, bytes, stream,
-                                                           p, lists, operands);
+template <int kQueries, bool kInOrder>
+const char* launch_instance(const Problem& p, const Lists& lists, const Conditions& conditions, cudaStream_t stream) {
+  const int bytes = window_words(kQueries, p.seq_kv) * int(sizeof(unsigned));
+  return sm90::launch_kernel<merge_lists_kernel<kQueries, kInOrder>>(p.device, unsigned(lists.runs), kMergeThreads,
+                                                                     bytes, stream, p, lists, conditions);
+}
+
+template <bool kInOrder>
+const char* launch_merge(const Problem& p, const Lists& lists, const Conditions& conditions, cudaStream_t stream) {
+  return lists.queries == 2   ? launch_instance<2, kInOrder>(p, lists, conditions, stream)
+         : lists.queries == 4 ? launch_instance<4, kInOrder>(p, lists, conditions, stream)
+                              : launch_instance<8, kInOrder>(p, lists, conditions, stream);
 }
 
 }  // namespace
 
-const char* find_unfit_keys(const Problem& p, const Operands& operands, void* stream) {
-  const int64_t warps = int64_t{p.batch} * p.groups * words_of_keys(p.seq_kv), per_block = kKeyThreads / 32;
-  if (warps == 0) return nullptr;
-  return sm90::launch_kernel<find_unfit_keys_kernel>(p.device, unsigned((warps + per_block - 1) / per_block),
-                                                     kKeyThreads, 0, static_cast<cudaStream_t>(stream), p, operands);
-}
-
-const char* merge(const Problem& p, const Lists& lists, const Operands& operands, void* s) {
+const char* merge(const Problem& p, const Lists& lists, const Conditions& conditions, void* s) {
   const auto stream = static_cast<cudaStream_t>(s);
-  const char* error = lists.queries == 2   ? launch_merge<2>(p, lists, operands, stream)
-                      : lists.queries == 4 ? launch_merge<4>(p, lists, operands, stream)
-                                           : launch_merge<8>(p, lists, operands, stream);
+  const char* error = conditions.in_order ? launch_merge<true>(p, lists, conditions, stream)
+                                          : launch_merge<false>(p, lists, conditions, stream);
+  if (error == nullptr && conditions.finite && p.seq_kv > 0) {
+    const int64_t runs = runs_of_sequence(p.seq_q, lists.queries) * p.groups;
+    const int64_t first_b = lists.first_run / runs, last_b = (int64_t{lists.first_run} + lists.runs - 1) / runs;
+    const int64_t blocks = (last_b - first_b + 1) * p.groups * ((p.seq_kv + 31) / 32);
+    error = sm90::launch_kernel<drop_unfit_runs_kernel>(p.device, unsigned(blocks), kKeyThreads, 0, stream, p, lists,
+                                                        int(first_b));
+  }
   if (error != nullptr) return error;
   return sm90::launch_kernel<list_items_kernel>(p.device, 1, kListThreads, 0, stream, p, lists);
 }

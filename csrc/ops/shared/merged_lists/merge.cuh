@@ -7,6 +7,8 @@
 #include <cub/block/block_scan.cuh>
 
 #include "ops/shared/merged_lists/params.h"
+#include "sm90/atomics.cuh"
+#include "sm90/matrix_copy.cuh"
 #include "tiles/visibility.cuh"
 
 namespace dsa::merged_lists {
@@ -30,11 +32,13 @@ struct Run {
   __device__ __forceinline__ int first_item(const Problem& p) const { return (b * p.seq_q + s) * p.groups + group; }
 };
 
+// A query's list.
 struct List {
   const int* g_ids;
   int slots;
   tiles::VisibleIds ids;
 
+  __device__ __forceinline__ List() {}
   __device__ __forceinline__ List(const Problem& p, const Run& run, int query)
       : g_ids(p.indices + run.b * p.indices_stride_b + (run.s + query) * p.indices_stride_s +
               run.group * p.indices_stride_g),
@@ -52,37 +56,16 @@ __device__ __forceinline__ bool is_unfit(const uint4& piece) {
   return (*reinterpret_cast<const uint32_t*>(&sum) & 0x7fff7fffu) != 0;
 }
 
-inline constexpr int kKeyThreads = 256;
-
-// One warp per 32 keys.
-__global__ void __launch_bounds__(kKeyThreads)
-    find_unfit_keys_kernel(const __grid_constant__ Problem p, const __grid_constant__ Operands operands) {
-  const int lane = threadIdx.x % 32, words = static_cast<int>(words_of_keys(p.seq_kv));
-  int index = (blockIdx.x * kKeyThreads + threadIdx.x) / 32;
-  if (index >= p.batch * p.groups * words) return;
-  unsigned* const g_unfit = operands.unfit_keys + index;
-  const int first_key = index % words * 32;
-  index /= words;
-  const __nv_bfloat16* g_keys = static_cast<const __nv_bfloat16*>(p.kv) + index / p.groups * p.kv_stride_b +
-                                index % p.groups * p.kv_stride_g + first_key * p.kv_stride_s;
-  const unsigned pieces = p.d_qk / 8, keys = min(32, p.seq_kv - first_key);
-  unsigned unfit = 0;
-#pragma unroll 8
-  for (unsigned i = lane; i < keys * pieces; i += 32) {
-    const unsigned key = i / pieces;
-    const auto* g_piece = reinterpret_cast<const uint4*>(g_keys + key * p.kv_stride_s) + i % pieces;
-    unfit |= unsigned(is_unfit(__ldg(g_piece))) << key;
-  }
-  unfit = __reduce_or_sync(~0u, unfit);
-  if (lane == 0) *g_unfit = unfit;
-}
-
 inline constexpr int kMergeThreads = 256;
 inline constexpr int kWindowBytes = 40 * 1024;
 
-// Words of a window of keys, each a bit per query.
+// A word holds a field of bits for each of its keys, a bit for each query that lists the key.
+constexpr int keys_of_word(int queries) { return 32 / queries; }
+// Words of a window of keys, a multiple of those that the warps of a block read at a time.
 constexpr int window_words(int queries, int64_t seq_kv) {
-  return static_cast<int>(std::min<int64_t>(kWindowBytes / 4 / queries, words_of_keys(seq_kv)));
+  const int64_t words = (seq_kv + keys_of_word(queries) - 1) / keys_of_word(queries);
+  return static_cast<int>(
+      std::min<int64_t>(kWindowBytes / 4, (words + kMergeThreads - 1) / kMergeThreads * kMergeThreads));
 }
 
 // Whether this thread's part of `rows` rows of `columns` bf16 numbers has one that is not finite. `row_of` gives a
@@ -99,7 +82,7 @@ __device__ __forceinline__ bool has_unfit_rows(const void* g_first, int rows, in
   return unfit;
 }
 
-__device__ __forceinline__ bool has_unfit_operands(const Problem& p, const Run& run, const Operands& operands) {
+__device__ __forceinline__ bool has_unfit_operands(const Problem& p, const Run& run, const Conditions& conditions) {
   const int group_heads = p.heads / p.groups, first_head = run.group * group_heads, rows = run.queries * group_heads;
   const auto q_row = [&](int row) {
     return run.b * p.q_stride_b + (run.s + row / group_heads) * p.q_stride_s +
@@ -107,97 +90,191 @@ __device__ __forceinline__ bool has_unfit_operands(const Problem& p, const Run& 
   };
   const auto dout_row = [&](int row) {
     const int64_t query = static_cast<int64_t>(run.b) * p.seq_q + run.s + row / group_heads;
-    return (query * p.heads + first_head + row % group_heads) * operands.d_v;
+    return (query * p.heads + first_head + row % group_heads) * conditions.d_v;
   };
-  return has_unfit_rows(p.q, rows, p.d_qk, q_row) || has_unfit_rows(operands.dout, rows, operands.d_v, dout_row);
+  return has_unfit_rows(p.q, rows, p.d_qk, q_row) || has_unfit_rows(conditions.dout, rows, conditions.d_v, dout_row);
 }
 
-// Sets the bits of the keys that a query lists, from `first_key` on. Returns whether this thread found a key again.
-__device__ __forceinline__ bool set_bits(const List& list, int first_key, int words, unsigned* s_bits) {
-  bool is_repeated = false;
-#pragma unroll 4
-  for (int slot = threadIdx.x; slot < list.slots; slot += kMergeThreads) {
-    const int id = __ldg(list.g_ids + slot);
-    const unsigned key = static_cast<unsigned>(id) - first_key, bit = 1u << key % 32;
-    if (list.ids.has(id) && key / 32 < words) is_repeated |= (atomicOr(s_bits + key / 32, bit) & bit) != 0;
-  }
-  return is_repeated;
-}
-
-// The queries that list each of 32 keys.
-template <int kQueries>
-struct Word {
-  unsigned own[kQueries], all = 0;
-
-  __device__ __forceinline__ Word(const unsigned* s_bits, int words, int word) {
+// Sets a query's bit in the fields of the keys that it lists, of the `keys` keys from `first_key` on. Returns whether
+// this thread found that the list repeats a key or, with kInOrder, that it is not in order.
+template <int kQueries, bool kInOrder>
+__device__ __forceinline__ bool set_bits(List list, int query, int first_key, int keys, uint32_t s_fields) {
+  constexpr unsigned kKeys = keys_of_word(kQueries);
+  constexpr int kLoads = 8;
+  const int begin = max(list.ids.begin, first_key), end = min(list.ids.end, first_key + keys);
+  const tiles::VisibleIds ids = {begin, max(begin, end)};
+  unsigned found = 0;
+  for (int slot = threadIdx.x; slot < list.slots; slot += kLoads * kMergeThreads) {
+    int loaded[kLoads];
 #pragma unroll
-    for (int query = 0; query < kQueries; ++query) {
-      own[query] = s_bits[query * words + word];
-      all |= own[query];
+    for (int i = 0; i < kLoads; ++i) {
+      loaded[i] = slot + i * kMergeThreads < list.slots ? __ldg(list.g_ids + slot + i * kMergeThreads) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const unsigned key = loaded[i] - first_key;
+      const unsigned bit = __funnelshift_l(1u << query, 1u << query, key * kQueries);  // the shift is taken modulo 32
+      if (ids.has(loaded[i])) found |= sm90::atomic_or(s_fields + key / kKeys * 4, bit) & bit;
+    }
+    if constexpr (kInOrder) {
+      const tiles::VisibleIds visible = list.ids;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int at = slot + i * kMergeThreads;
+        const int before = at > 0 && at < list.slots ? __ldg(list.g_ids + at - 1) : visible.begin - 1;
+        const bool follows = at == 0 || (visible.has(before) && before < loaded[i]);
+        found |= visible.has(loaded[i]) && !follows;
+      }
     }
   }
-  __device__ __forceinline__ unsigned queries_of(int key) const {
-    unsigned queries = 0;
-#pragma unroll
-    for (int query = 0; query < kQueries; ++query) queries |= (own[query] >> key & 1) << query;
-    return queries;
-  }
-};
+  return found != 0;
+}
 
-// One block per run. Keys are bits of words, in windows: one array per query.
+// The lowest bit of each field of a word that is not 0.
 template <int kQueries>
-__global__ void __launch_bounds__(kMergeThreads)
+__device__ __forceinline__ unsigned listed_keys_of(unsigned fields) {
+#pragma unroll
+  for (int bits = kQueries / 2; bits > 0; bits /= 2) fields |= fields >> bits;
+  return fields & (kQueries == 2 ? 0x55555555u : kQueries == 4 ? 0x11111111u : 0x01010101u);
+}
+
+// One block per run. Keys are fields of words, in windows. Warps take equal parts of a window, 32 words at a time.
+template <int kQueries, bool kInOrder>
+__global__ void __launch_bounds__(kMergeThreads, kInOrder ? 5 : 6)
     merge_lists_kernel(const __grid_constant__ Problem p, const __grid_constant__ Lists lists,
-                       const __grid_constant__ Operands operands) {
-  using Scan = cub::BlockScan<int, kMergeThreads>;
-  extern __shared__ unsigned s_bits[];  // [kQueries, words]
-  __shared__ typename Scan::TempStorage s_scan;
+                       const __grid_constant__ Conditions conditions) {
+  constexpr int kKeys = keys_of_word(kQueries), kWarps = kMergeThreads / 32, kHalf = kQueries / 2;
+  extern __shared__ unsigned s_fields[];
+  __shared__ List s_lists[kQueries];
+  __shared__ int s_counts[kWarps];
   const Run run(p, lists, blockIdx.x);
-  const int words = window_words(kQueries, p.seq_kv);
-  const int words_of_thread = (words + kMergeThreads - 1) / kMergeThreads | 1;  // odd: from as many banks as lanes
-  const int begin = min(static_cast<int>(threadIdx.x) * words_of_thread, words);
-  const int end = min(begin + words_of_thread, words);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int words = window_words(kQueries, p.seq_kv), begin = words / kWarps * warp, end = begin + words / kWarps;
   unsigned* const g_entries = lists.entries + static_cast<int64_t>(blockIdx.x) * lists.capacity;
-  const unsigned* const g_unfit =
-      operands.unfit_keys == nullptr
-          ? nullptr
-          : operands.unfit_keys + (static_cast<int64_t>(run.b) * p.groups + run.group) * words_of_keys(p.seq_kv);
-  int64_t tiles = 0;
-  for (int query = 0; query < run.queries; ++query) tiles += tiles_of_list(List(p, run, query).slots);
-  const int64_t most = most_merged_tiles(tiles) * kTileKeys;
+  if (threadIdx.x < run.queries) s_lists[threadIdx.x] = List(p, run, threadIdx.x);
+  __syncthreads();
+  // The most tiles of the merged list; of the lists of the first queries, so many that the others will hardly do.
+  const int percents[2] = {min(100, (100 + lists.percent) / 2 + 5), lists.percent};
+  int most_tiles[2], tiles = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    for (int query = half * kHalf; query < min(run.queries, (half + 1) * kHalf); ++query) {
+      tiles += static_cast<int>(tiles_of_list(s_lists[query].slots));
+    }
+    most_tiles[half] = static_cast<int>((int64_t{tiles} * percents[half] + (half == 0 ? 99 : 0)) / 100);
+  }
 
   int count = 0;
   bool is_merged = true;
-  for (int first_key = 0; is_merged && first_key < p.seq_kv; first_key += words * 32) {
-    for (int i = threadIdx.x; i < kQueries * words; i += kMergeThreads) s_bits[i] = 0;
+  for (int first_key = 0; first_key < p.seq_kv; first_key += words * kKeys) {
+    for (int i = threadIdx.x; i < words; i += kMergeThreads) s_fields[i] = 0;
     __syncthreads();
     bool obstacle = false;  // found by this thread
-    for (int query = 0; query < run.queries; ++query)
-      obstacle |= set_bits(List(p, run, query), first_key, words, s_bits + query * words);
-    __syncthreads();
-    int keys = 0;
-    for (int i = begin; i < end; ++i) {
-      const Word<kQueries> word(s_bits, words, i);
-      keys += __popc(word.all);
-      if (word.all != 0 && g_unfit != nullptr) obstacle |= (word.all & g_unfit[first_key / 32 + i]) != 0;
-    }
-    int at, total;
-    Scan(s_scan).ExclusiveSum(keys, at, total);
-    is_merged = !__syncthreads_or(obstacle || count + total > most);
-    if (!is_merged) break;
-    at += count;
-    for (int i = begin; i < end; ++i) {
-      const Word<kQueries> word(s_bits, words, i);
-      for (unsigned left = word.all; left != 0; left &= left - 1) {
-        const int key = __ffs(left) - 1;
-        g_entries[at++] = unsigned(first_key + i * 32 + key) | word.queries_of(key) << kIdBits;
+    int at, total;          // the entries before this warp's; those of the window
+#pragma unroll 1
+    for (int half = 0; half < 2 && is_merged; ++half) {
+      for (int query = half * kHalf; query < min(run.queries, (half + 1) * kHalf); ++query) {
+        obstacle |= set_bits<kQueries, kInOrder>(s_lists[query], query, first_key, words * kKeys,
+                                                 sm90::shared_address(s_fields));
       }
+      __syncthreads();
+      int keys = 0;
+      for (int i = begin + lane; i < end; i += 32) keys += __popc(listed_keys_of<kQueries>(s_fields[i]));
+      keys = __reduce_add_sync(~0u, keys);
+      if (lane == 0) s_counts[warp] = keys;
+      __syncthreads();
+      at = count, total = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        at += w < warp ? s_counts[w] : 0;
+        total += s_counts[w];
+      }
+      const bool too_many = tiles_of_list(count + total) > most_tiles[half] && (half == 1 || first_key == 0);
+      is_merged = !__syncthreads_or(obstacle || too_many);
+    }
+    if (!is_merged) break;
+    for (int i = begin + lane; i < end; i += 32) {
+      const unsigned fields = s_fields[i];
+      unsigned listed = listed_keys_of<kQueries>(fields);
+      if (!__any_sync(~0u, listed != 0)) continue;
+      const int own = __popc(listed);
+      int to = own;  // entries up to those of this lane
+#pragma unroll
+      for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const int before = __shfl_up_sync(~0u, to, lanes);
+        to += lane >= lanes ? before : 0;
+      }
+      const unsigned key = first_key + i * kKeys;
+      for (unsigned* g_to = g_entries + at + to - own; listed != 0; listed &= listed - 1) {
+        const unsigned bit = __ffs(listed) - 1;
+        *g_to++ = key + bit / kQueries | (fields >> bit & (1u << kQueries) - 1) << kIdBits;
+      }
+      at += __shfl_sync(~0u, to, 31);
     }
     count += total;
     __syncthreads();
   }
-  if (is_merged && g_unfit != nullptr) is_merged = !__syncthreads_or(has_unfit_operands(p, run, operands));
+  if (is_merged && conditions.dout != nullptr) is_merged = !__syncthreads_or(has_unfit_operands(p, run, conditions));
   if (threadIdx.x == 0) lists.counts[blockIdx.x] = is_merged ? count : -1;
+}
+
+inline constexpr int kKeyThreads = 256, kWarpKeys = 32 * 32 / kKeyThreads;
+
+// Whether a run's entries, which are in ascending order, have this key.
+__device__ __forceinline__ bool lists_key(const Lists& lists, int run, int key) {
+  const unsigned* const g_entries = lists.entries + static_cast<int64_t>(run) * lists.capacity;
+  const int count = lists.counts[run];
+  int begin = 0;
+  for (int end = count; begin < end;) {
+    const int middle = (begin + end) / 2;
+    if ((g_entries[middle] & kIdMask) < key) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin < count && (g_entries[begin] & kIdMask) == key;
+}
+
+// Undoes the merging of runs that list a key with a number that is not finite. One block per 32 keys, of the sequences
+// from `first_b` on.
+__global__ void __launch_bounds__(kKeyThreads)
+    drop_unfit_runs_kernel(const __grid_constant__ Problem p, const __grid_constant__ Lists lists, int first_b) {
+  __shared__ unsigned s_unfit;
+  const int blocks = (p.seq_kv + 31) / 32, first_key = blockIdx.x % blocks * 32;
+  const int b = first_b + blockIdx.x / blocks / p.groups, group = blockIdx.x / blocks % p.groups;
+  // The sequence's runs of this launch.
+  const int64_t runs = runs_of_sequence(p.seq_q, lists.queries) * p.groups;
+  const int begin = static_cast<int>(max(int64_t{0}, b * runs - lists.first_run));
+  const int end = static_cast<int>(min(int64_t{lists.runs}, (b + 1) * runs - lists.first_run));
+  bool any = false;  // merged
+  for (int first = begin; !any && first < end; first += kKeyThreads) {
+    const int run = first + threadIdx.x;
+    any = __syncthreads_or(run < end && lists.counts[run] > 0);
+  }
+  if (!any) return;
+  if (threadIdx.x == 0) s_unfit = 0;
+  __syncthreads();
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kWarpKeys, pieces = p.d_qk / 8;
+  const __nv_bfloat16* g_keys = static_cast<const __nv_bfloat16*>(p.kv) + b * p.kv_stride_b + group * p.kv_stride_g;
+  bool unfit[kWarpKeys] = {};
+#pragma unroll
+  for (int i = 0; i < kWarpKeys; ++i) {
+    const int key = first_key + first + i;
+    const auto* g_pieces = reinterpret_cast<const uint4*>(g_keys + key * p.kv_stride_s);
+    for (int piece = lane; key < p.seq_kv && piece < pieces; piece += 32) unfit[i] |= is_unfit(__ldg(g_pieces + piece));
+  }
+#pragma unroll
+  for (int i = 0; i < kWarpKeys; ++i) {
+    if (__any_sync(~0u, unfit[i]) && lane == 0) atomicOr(&s_unfit, 1u << first + i);
+  }
+  __syncthreads();
+  for (unsigned left = s_unfit; left != 0; left &= left - 1) {
+    const int key = first_key + __ffs(left) - 1;
+    for (int run = begin + threadIdx.x; run < end; run += kKeyThreads) {
+      if (Run(p, lists, run).group == group && lists_key(lists, run, key)) lists.counts[run] = -1;
+    }
+  }
 }
 
 inline constexpr int kListThreads = 1024;
@@ -226,7 +303,7 @@ __global__ void __launch_bounds__(kListThreads)
     next_run += total >> kShift, next_query += total % (1 << kShift);
     __syncthreads();
   }
-  if (threadIdx.x == 0) *lists.item_count = next_query;
+  if (threadIdx.x == 0) lists.item_counts[0] = merged, lists.item_counts[1] = next_query - merged;
 }
 
 }  // namespace dsa::merged_lists

@@ -14,26 +14,26 @@ namespace dsa::merged_lists {
 struct Lists {
   int queries;   // of a run
   int capacity;  // entries_of_run
+  int percent;   // of the tiles of a run's lists, the most that the merged list may have
   int first_run, runs;
   unsigned* entries;  // [runs, capacity], ascending by id
   int* counts;        // [runs]: entries in use; negative if the run is not merged
   int* items;         // [runs * queries]: index of [batch, seq_q, groups] of a query or, complemented, of a run's first
-  int* item_count;    // [1]
+  int* item_counts;   // [2]: merged runs, queries of the others
 };
 
-// Where rows are summed that belong to several queries, a zero of one query times an infinite number of another is NaN.
-// So runs with a number that is not finite are not merged. Not used if unfit_keys is null.
-struct Operands {
-  const void* dout;  // bf16 [batch, seq_q, heads, d_v], contiguous
-  int d_v;
-  unsigned* unfit_keys;  // [batch, groups, words_of_keys]: a bit for each key with a number that is not finite
+// What a run must fulfill to be merged, besides that it pays and no list repeats a key.
+struct Conditions {
+  // A list's visible ids come first, and ascend: an entry's place among those of a query is its slot.
+  bool in_order = false;
+  // The numbers of listed keys are finite, and those of q and dout if dout is given. If rows of several queries are
+  // multiplied by them, a zero of one query times a number of another that is not finite would be NaN.
+  bool finite = false;
+  const void* dout = nullptr;  // bf16 [batch, seq_q, heads, d_v], contiguous
+  int d_v = 0;
 };
 
-constexpr int64_t words_of_keys(int64_t seq_kv) { return (seq_kv + 31) / 32; }
-
-// Each launches on `stream` (a cudaStream_t), and returns null, or a text that says what failed. find_unfit_keys comes
-// first.
-const char* find_unfit_keys(const listed_keys::Problem& problem, const Operands& operands, void* stream);
-const char* merge(const listed_keys::Problem& problem, const Lists& lists, const Operands& operands, void* stream);
+// Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
+const char* merge(const listed_keys::Problem& problem, const Lists& lists, const Conditions& conditions, void* stream);
 
 }  // namespace dsa::merged_lists

@@ -2,9 +2,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "ops/shared/list_lengths/buffers.h"
 #include "ops/shared/listed_keys/config.h"
-#include "ops/sparse_mla/attn_dist/params.h"
+#include "ops/sparse_mla/attn_dist/call.h"
 #include "ops/sparse_mla/inputs.h"
 #include "torch/abi.h"
 
@@ -45,8 +44,7 @@ Tensor attn_dist(Tensor q, Tensor kv, Tensor indices, Tensor lse, std::optional<
       normalize,
       per_head_block,
   };
-  const std::optional<Tensor> lengths = list_lengths::find(params, call);
-  call.check(launch(params, call.stream()));
+  compute(params, call);
   return dist;
 }
 

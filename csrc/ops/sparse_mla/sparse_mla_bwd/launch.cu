@@ -96,11 +96,11 @@ const char* launch_adding(Params p, int64_t queries, cudaStream_t stream) {
 const char* launch_merging(Params p, cudaStream_t stream) {
   const int64_t runs = merged_lists::runs_of_call(p.batch, p.seq_q, p.groups, p.lists.queries);
   const int64_t runs_at_once = p.lists.runs;
-  const char* error = merged_lists::find_unfit_keys(p, p.operands, stream);
+  const char* error = nullptr;
   for (int64_t first = 0; error == nullptr && first < runs; first += runs_at_once) {
     p.lists.first_run = int(first);
     p.lists.runs = int(std::min(runs_at_once, runs - first));
-    error = merged_lists::merge(p, p.lists, p.operands, stream);
+    error = merged_lists::merge(p, p.lists, p.conditions, stream);
     if (error == nullptr) error = clear_finished(p, stream);
     if (error == nullptr) {
       const int64_t ctas = most_ctas(int64_t{p.lists.runs} * p.lists.queries, p.num_sms);

@@ -16,7 +16,7 @@ struct ItemPlan {
 
   __device__ __forceinline__ explicit ItemPlan(const Params& p) {
     if constexpr (kMerged) {
-      const int items = *p.lists.item_count;
+      const int items = p.lists.item_counts[0] + p.lists.item_counts[1];
       const Plan plan = plan_items(items, p.topk, p.num_sms);
       whole = static_cast<int>(plan.whole), split = items - whole, parts = plan.parts;
     } else {

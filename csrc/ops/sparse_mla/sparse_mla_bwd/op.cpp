@@ -7,7 +7,7 @@
 #include "ops/shared/key_sums/buffers.h"
 #include "ops/shared/list_lengths/buffers.h"
 #include "ops/shared/merged_lists/buffers.h"
-#include "ops/sparse_mla/attn_dist/params.h"
+#include "ops/sparse_mla/attn_dist/call.h"
 #include "ops/sparse_mla/inputs.h"
 #include "ops/sparse_mla/sparse_mla_bwd/config.h"
 #include "ops/sparse_mla/sparse_mla_bwd/params.h"
@@ -110,9 +110,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
   params.merged = !deterministic && heads > 0 &&
                   merged_lists::are_merged(params.heads / params.groups, batch, seq_q, groups, params.topk, seq_kv);
   if (params.merged) {
-    params.operands.dout = params.dout;
-    params.operands.d_v = params.d_v;
-    lists = merged_lists::allocate(params, params.lists, params.operands);
+    params.conditions = {.finite = true, .dout = params.dout, .d_v = params.d_v};
+    lists = merged_lists::allocate(params, kMostMergedPercent, params.lists);
     parts = params.num_sms;
   }
   Tensor dq_parts = empty({parts, kBlockHeads, d_qk}, ScalarType::Float, call.index);
@@ -146,8 +145,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
                                static_cast<float*>(dist.data_ptr()),
                                false,
                                /*per_head_block=*/true};
-      const std::optional<Tensor> sum_lengths = list_lengths::find(sums, call);
-      call.check(attn_dist::launch(sums, call.stream()));
+      attn_dist::compute(sums, call);
     }
   }
 

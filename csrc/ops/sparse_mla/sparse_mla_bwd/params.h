@@ -35,7 +35,7 @@ struct Params : sparse_mla::Problem {
 
   bool merged;
   merged_lists::Lists lists;  // `runs`: per launch
-  merged_lists::Operands operands;
+  merged_lists::Conditions conditions;
 };
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.

@@ -11,6 +11,7 @@ struct Config {
   int front_stages, back_stages;         // stages of the two halves of a tile
   int value_registers, score_registers;  // per thread, by role
   bool is_paged = false;                 // keys are in the pages of a cache
+  bool is_merged = false;  // items: wide, runs of queries whose lists are merged; narrow, the other queries
 };
 
 inline constexpr Config kConfigs[] = {
@@ -40,6 +41,11 @@ constexpr bool signals_on_landing(const Config& c) { return is_narrow(c); }
 
 constexpr Config with_pages(Config c) {
   c.is_paged = true;
+  return c;
+}
+
+constexpr Config with_merged_lists(Config c) {
+  c.is_merged = true;
   return c;
 }
 

@@ -12,6 +12,8 @@ namespace dsa::sparse_mla_fwd {
 template <Config kC, bool kBack>
 struct Feeder {
   static constexpr bool kSignalOnLanding = signals_on_landing(kC);
+  static constexpr int kListedMask =
+      kC.is_merged && !is_narrow(kC) ? int(merged_lists::kIdMask) : -1;  // of what is listed
   static constexpr int kBegin = kBack ? kFrontChunks : 0, kEnd = kBack ? kC.d_qk / kChunkColumns : kFrontChunks;
 
   SharedStorage<kC>& shared;
@@ -47,7 +49,7 @@ struct Feeder {
   __device__ __forceinline__ void load_ids() {
 #pragma unroll
     for (int i = 0; i < kGatherRowsPerThread; ++i) {
-      ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) : -1;
+      ids[i] = i * kGatherRowStep < slots_left ? __ldg(g_ids + i * kGatherRowStep) & kListedMask : -1;
     }
     g_ids += kBlockK;
     slots_left -= kBlockK;
@@ -89,9 +91,9 @@ struct Feeder {
         landing |= 1;
       }
       if (--tiles_left > 0) load_ids();
-    } else if (index < p.items) {
+    } else if (index < items_of(shared, p)) {
       if constexpr (kBack) wait(&shared.probs_read[at], parity);
-      const Item item(p, index);
+      const auto item = item_at(shared, p, index);
       index += gridDim.x;
       if (thread == 0) {
         if constexpr (!kBack) shared.item_tiles[parity ^ 1][at] = item.tiles;

@@ -30,12 +30,20 @@
 
 namespace dsa::sparse_mla_fwd {
 
+// The configuration for what the kernel takes.
+template <class KernelParams>
+constexpr Config config_of(int config) {
+  if (std::is_same_v<KernelParams, PagedParams>) return with_pages(kConfigs[config]);
+  if (std::is_same_v<KernelParams, MergedParams>) return with_merged_lists(kConfigs[config]);
+  return kConfigs[config];
+}
+
 // With kMax also writes max_logits, and maxima.empty_lse where lse is -inf. With PagedParams, keys are in pages.
 template <int kConfig, bool kMax, class KernelParams>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_mla_fwd_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ CUtensorMap q_map) {
-  constexpr bool kPaged = std::is_same_v<KernelParams, PagedParams>;
-  constexpr Config kC = kPaged ? with_pages(kConfigs[kConfig]) : kConfigs[kConfig];
+  constexpr Config kC = config_of<KernelParams>(kConfig);
+  static_assert(!(kC.is_merged && kMax), "finish_max takes items of one query");
   extern __shared__ __align__(1024) char shared_bytes_[];
   SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);
   const int thread = threadIdx.x % kWarpgroupThreads;
@@ -53,9 +61,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (uint64_t& barrier : shared.finished) barrier_init(&barrier, kWarpgroupThreads);
     fence_barrier_init();
+    if constexpr (kC.is_merged) {
+      const int* g_counts = p.lists.item_counts;
+      shared.listed.first_item = is_narrow(kC) ? g_counts[0] : 0;
+      shared.listed.items = g_counts[is_narrow(kC)];
+    }
   }
   __syncthreads();
-  if constexpr (kPaged) {
+  if constexpr (kC.is_paged) {
     launch_dependents();
     wait_for_preceding_kernel();
   }

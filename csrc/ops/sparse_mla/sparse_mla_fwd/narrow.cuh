@@ -75,7 +75,7 @@ __device__ __forceinline__ void finish_heads(SharedStorage<kC>& shared, const Ke
   largest.reduce(shared, thread);
   sum_columns<kScoreBarrier>(shared.q.columns, column_sum, thread);
   if (thread < 4) {
-    const Item item(p, index);
+    const auto item = item_at(shared, p, index);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       shared.finish[slot][head(c)] = finish_row<kC>(p, item, head(c), column_max[c], column_sum[c]);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void score_narrow(SharedStorage<kC>& shared, const Ke
   Ring<kC.back_stages> back_at;
   Ring<2> finish_at;
 
-  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+  for (int index = blockIdx.x; index < items_of(shared, p); index += gridDim.x) {
     wait(&shared.full_front[front_at.slot], front_at.parity);
     wait(&shared.full_back[back_at.slot], back_at.parity);
     const int tiles = shared.item_tiles[front_at.parity][front_at.slot];
@@ -225,7 +225,7 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
   for (int i = 0; i < (kBack ? kC.back_stages : kC.front_stages); ++i) feeder.feed(i, 1);
   for (int index = blockIdx.x;; index += gridDim.x) {
     int tiles_left = 0;
-    if (index < p.items) {
+    if (index < items_of(shared, p)) {
       wait(&shared.probs_written[back_at.slot], back_at.parity);  // the score warpgroup has read Q
       tiles_left = shared.item_tiles[front_at.parity][front_at.slot];
       refill();
@@ -235,7 +235,7 @@ __device__ __forceinline__ void accumulate_narrow(SharedStorage<kC>& shared, con
       wait(&shared.finished[finish_at.slot], finish_at.parity);
       scale_heads([&](int h) { return shared.finish[finish_at.slot][h]; });
       finish_at.advance();
-      store_output_transposed<kFirst, kC.d_v, kHeads>(p, Item(p, index - gridDim.x), r_o, thread);
+      store_output_transposed<kFirst, kC.d_v, kHeads>(p, item_at(shared, p, index - gridDim.x), r_o, thread);
     }
     if (tiles_left == 0) break;
     mma.accumulate_ = GMMA::ScaleOut::Zero;

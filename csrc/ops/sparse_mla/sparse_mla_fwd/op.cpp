@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "ops/shared/list_lengths/buffers.h"
+#include "ops/shared/merged_lists/buffers.h"
 #include "ops/sparse_mla/inputs.h"
 #include "ops/sparse_mla/sparse_mla_fwd/params.h"
 #include "ops/sparse_mla/sparse_mla_fwd/plan.h"
@@ -18,7 +19,8 @@ using namespace dsa::sparse_mla;
 
 // With `max_logits`, which is then allocated, lse of rows without keys is `empty_lse`; else -inf.
 std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& q, const Tensor& kv, const Tensor& indices,
-                                   const Options& options, std::optional<Tensor>* max_logits, float empty_lse) {
+                                   const Options& options, bool merges_lists, std::optional<Tensor>* max_logits,
+                                   float empty_lse) {
   check_inputs(op, q, kv, indices, options);
   const DeviceCall call(op, "q", q);
 
@@ -42,12 +44,19 @@ std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& q, const Tensor
   };
 
   Params params{problem_of(q, kv, indices, options, call)};
-  const std::optional<Tensor> lengths = list_lengths::find(params, call);
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());
   params.partial_out = floats(partial_out);
   params.partial_lse = floats(partial_lse);
   params.splits = splits;
+  const std::optional<Tensor> lengths = list_lengths::find(params, call);
+  if (merges_lists &&
+      merged_lists::are_merged_forward(params.heads, groups, batch, seq_q, topk, params.seq_kv, call.num_sms)) {
+    merged_lists::Lists lists{};
+    const Tensor buffer = merged_lists::allocate(params, merged_lists::kMostForwardPercent, lists);
+    call.check(launch_merging(params, lists, call.stream()));
+    return {out, lse};
+  }
   const Maxima maxima{max_logits != nullptr ? floats(*max_logits) : nullptr, floats(partial_max), empty_lse};
   call.check(launch(params, maxima, call.stream()));
   return {out, lse};
@@ -57,9 +66,9 @@ std::tuple<Tensor, Tensor> sparse_mla_fwd(Tensor q, Tensor kv, Tensor indices, s
                                           int64_t d_v, bool causal, int64_t q_start, int64_t positions_per_key,
                                           std::optional<Tensor> topk_length, std::optional<Tensor> starts,
                                           std::optional<Tensor> ends, std::optional<Tensor> attn_sink,
-                                          bool /*deterministic: the backward*/) {
+                                          bool deterministic) {
   const Options options{sm_scale, d_v, causal, q_start, positions_per_key, topk_length, starts, ends, attn_sink};
-  return forward("dsa::sparse_mla_fwd", q, kv, indices, options, nullptr, -INFINITY);
+  return forward("dsa::sparse_mla_fwd", q, kv, indices, options, !deterministic, nullptr, -INFINITY);
 }
 
 std::tuple<Tensor, Tensor, Tensor> sparse_mla_max_fwd(Tensor q, Tensor kv, Tensor indices,
@@ -70,8 +79,8 @@ std::tuple<Tensor, Tensor, Tensor> sparse_mla_max_fwd(Tensor q, Tensor kv, Tenso
                                                       bool /*deterministic: the backward*/, bool inf_if_empty) {
   const Options options{sm_scale, d_v, causal, q_start, positions_per_key, topk_length, starts, ends, attn_sink};
   std::optional<Tensor> max_logits;
-  auto [out, lse] =
-      forward("dsa::sparse_mla_max_fwd", q, kv, indices, options, &max_logits, inf_if_empty ? INFINITY : -INFINITY);
+  auto [out, lse] = forward("dsa::sparse_mla_max_fwd", q, kv, indices, options, false, &max_logits,
+                            inf_if_empty ? INFINITY : -INFINITY);
   return {out, lse, *max_logits};
 }
 

@@ -14,13 +14,13 @@ namespace dsa::sparse_mla_fwd {
 // Writes lse and returns the factor that turns O into the output, from a head's maximum (times scale), which may lag
 // behind, and its sum.
 template <Config kC>
-__device__ __forceinline__ float finish_row(const KernelParams& p, const Item& item, int head, float row_max,
+__device__ __forceinline__ float finish_row(const KernelParams& p, const ItemOf<kC>& item, int head, float row_max,
                                             float row_sum) {
   const bool exists = head < item.heads_left(p);
   const bool empty = row_sum == 0.f;  // also where all scores are NaN and there is no maximum
   float denominator = row_sum;
   if (exists && p.attn_sink != nullptr && p.splits == 1) {
-    const int h = item.group * (p.heads / p.groups) + item.head_block * kBlockHeads + head;
+    const int h = item.head_of(p, head);
     denominator += exp2_fast(p.attn_sink[h * p.attn_sink_stride] * kLog2E - row_max);
   }
   if (exists) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void finish_max(const KernelParams& p, const Item& it
 }
 
 // The columns of O that one value warpgroup accumulates, from `kFirst` on. Called by all its threads.
-template <int kFirst, int kDv, class Accumulator>
+template <int kFirst, int kDv, class Item, class Accumulator>
 __device__ __forceinline__ void store_output(const KernelParams& p, const Item& item, const Accumulator& r_o,
                                              int thread) {
   const int lane = thread % kWarpThreads, row = thread / kWarpThreads * 16 + lane / 4;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store_output(const KernelParams& p, const Item& 
 }
 
 // The same for O^T, [64 columns of each of the chunks from kFirstChunk on, kHeads heads].
-template <int kFirstChunk, int kDv, int kHeads, class Accumulator>
+template <int kFirstChunk, int kDv, int kHeads, class Item, class Accumulator>
 __device__ __forceinline__ void store_output_transposed(const KernelParams& p, const Item& item, const Accumulator& r_o,
                                                         int thread) {
   constexpr int kFirst = kFirstChunk * kChunkColumns;

@@ -1,6 +1,7 @@
 // Host-to-device parameters. No torch, no CUDA headers.
 #pragma once
 
+#include "ops/shared/merged_lists/params.h"
 #include "ops/sparse_mla/params.h"
 
 namespace dsa::sparse_mla_fwd {
@@ -28,6 +29,9 @@ struct Pages {
 
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
 const char* launch(const Params& params, const Maxima& maxima, void* stream);
+
+// The same for queries whose lists are merged in runs, where that pays: one group of keys, merges() and splits == 1.
+const char* launch_merging(const Params& params, const merged_lists::Lists& lists, void* stream);
 
 // The same, by programmatic dependent launch, for keys in `pages`: `params` has one group of keys and seq_kv slots, and
 // strides of kv are 0. With splits > 1 the parts are left to the caller; lse of a row without keys is `empty_lse`, in

@@ -6,8 +6,10 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "config.h"
+#include "ops/shared/merged_lists/params.h"
 #include "params.h"
 #include "sm90/math.cuh"
 #include "sm90/mbarrier.cuh"
@@ -61,6 +63,14 @@ struct SharedTiles {
   }
 };
 
+// If lists are merged: the kernel's items, and the entries of the score warpgroup's item.
+struct ListedItems {
+  int first_item, items;
+  const int* g_entries;
+  int entries;
+};
+struct NoItems {};
+
 template <Config kC>
 struct SharedStorage {
   SharedTiles<kC> tiles;
@@ -72,6 +82,7 @@ struct SharedStorage {
   uint64_t full_front[kC.front_stages], full_back[kC.back_stages];
   uint64_t probs_written[kC.back_stages], probs_turn[kC.back_stages], probs_read[kC.back_stages];
   uint64_t finished[2];
+  std::conditional_t<kC.is_merged, ListedItems, NoItems> listed;
 };
 
 // Values derived from Params once, on the host.
@@ -108,6 +119,17 @@ struct PagedParams : KernelParams {
   cutlass::FastDivmod page_slots;
 };
 
+// What the instances take that share a call: for runs of queries whose lists are merged, and for the other queries.
+struct MergedParams : KernelParams {
+  MergedParams(const Params& params, const merged_lists::Lists& lists)
+      : KernelParams(params, {nullptr, nullptr, 0.f}),
+        lists(lists),
+        run_count(int(merged_lists::runs_of_sequence(seq_q, lists.queries))) {}
+
+  merged_lists::Lists lists;
+  int run_count;  // of a sequence
+};
+
 // One work item; the same for all threads.
 struct Item {
   int head_block, group, s, b, split;
@@ -115,6 +137,7 @@ struct Item {
   int slot_end;           // slots below this are in use
   VisibleIds ids;
 
+  __device__ __forceinline__ Item() {}
   __device__ __forceinline__ Item(const KernelParams& p, int index) {
     p.head_blocks(index, head_block, index);
     p.group_count(index, group, index);
@@ -132,6 +155,10 @@ struct Item {
   __device__ __forceinline__ const int* indices(const KernelParams& p) const {
     return p.indices + b * p.indices_stride_b + s * p.indices_stride_s + group * p.indices_stride_g;
   }
+  // The head of a row of the item.
+  __device__ __forceinline__ int head_of(const KernelParams& p, int row) const {
+    return group * (p.heads / p.groups) + head_block * kBlockHeads + row;
+  }
   // Row of [batch, seq_q, heads] of this item's first head.
   __device__ __forceinline__ int64_t first_row(const KernelParams& p) const {
     return (static_cast<int64_t>(b) * p.seq_q + s) * p.heads + group * (p.heads / p.groups) + head_block * kBlockHeads;
@@ -140,5 +167,53 @@ struct Item {
     return p.heads / p.groups - head_block * kBlockHeads;
   }
 };
+
+// A run of queries, whose heads are the rows of a tile, with the entries of a merged list instead of ids.
+struct MergedItem : Item {
+  const int* g_entries;
+  int rows;
+
+  // `index`: in lists.items
+  __device__ __forceinline__ MergedItem(const MergedParams& p, int index) {
+    p.query_count(b, s, ~__ldg(p.lists.items + index));
+    const int run = b * p.run_count + (s >> __ffs(p.lists.queries) - 1) - p.lists.first_run;
+    g_entries = reinterpret_cast<const int*>(p.lists.entries) + static_cast<int64_t>(run) * p.lists.capacity;
+    rows = min(p.lists.queries, p.seq_q - s) * p.heads;
+    head_block = group = split = first_tile = 0;
+    slot_end = __ldg(p.lists.counts + run);
+    tiles = max(1, ceil_div(slot_end, kBlockK));
+    ids = {0, p.seq_kv};
+  }
+
+  __device__ __forceinline__ int head_of(const KernelParams& p, int row) const { return row & p.heads - 1; }
+  __device__ __forceinline__ const int* indices(const KernelParams&) const { return g_entries; }
+  __device__ __forceinline__ int heads_left(const KernelParams&) const { return rows; }
+};
+
+// A query of a run whose lists are not merged.
+struct OtherItem : Item {
+  __device__ __forceinline__ OtherItem(const MergedParams& p, int index) : Item(p, __ldg(p.lists.items + index)) {}
+};
+
+template <Config kC>
+using ItemOf = std::conditional_t<!kC.is_merged, Item, std::conditional_t<is_narrow(kC), OtherItem, MergedItem>>;
+
+// The items of the kernel, and one of them.
+template <Config kC>
+__device__ __forceinline__ int items_of(const SharedStorage<kC>& shared, const KernelParams& p) {
+  if constexpr (kC.is_merged) {
+    return shared.listed.items;
+  } else {
+    return p.items;
+  }
+}
+template <Config kC>
+__device__ __forceinline__ ItemOf<kC> item_at(const SharedStorage<kC>& shared, const KernelParams& p, int index) {
+  if constexpr (kC.is_merged) {
+    return {static_cast<const MergedParams&>(p), shared.listed.first_item + index};
+  } else {
+    return {p, index};
+  }
+}
 
 }  // namespace dsa::sparse_mla_fwd

@@ -1,4 +1,5 @@
-// 33 to 64 heads ("wide"): S = Q K^T and O += P V, with heads as rows.
+// 33 to 64 heads, or the heads of a run of queries whose lists are merged ("wide"): S = Q K^T and O += P V, with heads
+// as rows.
 //
 // Who does what, for tile j of an item:
 //
@@ -152,6 +153,40 @@ __device__ __forceinline__ void store_probabilities(SharedStorage<kC>& shared, i
   }
 }
 
+// The entries of a tile of a merged list, two a lane. The thread index is read anew, so that what follows from it takes
+// no registers between tiles.
+struct ListedColumns {
+  unsigned entries[2];
+
+  __device__ __forceinline__ ListedColumns(const ListedItems& items, int tile) {
+    const int place = tile * kBlockK + thread_index() % kWarpThreads;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = place + half * kWarpThreads;
+      entries[half] = i < items.entries ? __ldg(items.g_entries + i) : 0;
+    }
+  }
+  // Hides the keys that the queries of the thread's two rows do not list. Called by all lanes of a warp.
+  template <class Scores>
+  __device__ __forceinline__ void hide_others(int heads, Scores& r_s) const {
+    const int thread = thread_index() % kWarpgroupThreads, lane = thread % kWarpThreads;
+    const int row_bits = __ffs(heads) - 1, row = thread / kWarpThreads * 16;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t keys[2];  // bit 8 c + i: column 8 c + i of the lane's columns
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int query = row + 8 * r >> row_bits;
+        keys[r] = __ballot_sync(~0u, entries[half] >> (merged_lists::kIdBits + query) & 1) >> lane % 4 * 2;
+      }
+#pragma unroll
+      for (int i = half * 16; i < half * 16 + 16; ++i) {
+        if (!(keys[i / 2 % 2] >> (i / 4 % 4 * 8 + i % 2) & 1)) r_s(i) = -INFINITY;
+      }
+    }
+  }
+};
+
 template <Config kC, bool kMax>
 __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const KernelParams& p, int thread) {
   using namespace cute;
@@ -172,12 +207,19 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
 
   Ring<kC.front_stages> at;
   Ring<2> finish_at;
-  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+  for (int index = blockIdx.x; index < items_of(shared, p); index += gridDim.x) {
     // Q: value columns except the last step go into registers, the tail into its own chunk.
     wait(&shared.full_front[at.slot], at.parity);
     wait(&shared.full_back[at.slot], at.parity);
     const int tiles = shared.item_tiles[at.parity][at.slot];
     load_queries<kC>(shared, at.slot, q_words, flip, matrix_row, matrix_piece, thread);
+    if constexpr (kC.is_merged) {
+      if (thread == 0) {
+        const MergedItem item = item_at(shared, p, index);
+        shared.listed.g_entries = item.g_entries;
+        shared.listed.entries = item.slot_end;
+      }
+    }
     fence_async_proxy();
     sync_warpgroup<kScoreBarrier>();
     arrive(&shared.probs_written[at.slot]);
@@ -209,11 +251,19 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
       }
       warpgroup_commit_batch();
       if (j > 0) signal_written();
-      const VisibleColumns visible(shared.visible[at.slot], lane);
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(r_s);
-      if (j > 0) arrive(&shared.probs_turn[previous_slot]);
-      hide(visible, r_s);
+      if constexpr (kC.is_merged) {
+        const ListedColumns listed(shared.listed, j);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(r_s);
+        if (j > 0) arrive(&shared.probs_turn[previous_slot]);
+        listed.hide_others(p.heads, r_s);
+      } else {
+        const VisibleColumns visible(shared.visible[at.slot], lane);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(r_s);
+        if (j > 0) arrive(&shared.probs_turn[previous_slot]);
+        hide(visible, r_s);
+      }
 
       // P = 2^(S * scale - max), with a running maximum that may lag behind
       int exponents[2] = {kExponentOfOne, kExponentOfOne};
@@ -230,7 +280,7 @@ __device__ __forceinline__ void score_wide(SharedStorage<kC>& shared, const Kern
     signal_written();
     arrive(&shared.probs_turn[previous_slot]);
 
-    const Item item(p, index);
+    const auto item = item_at(shared, p, index);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       softmax.row_sum[r] += __shfl_xor_sync(~0u, softmax.row_sum[r], 1);
@@ -276,7 +326,7 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
   feeder.template publish<1>(at.slot);
   for (int index = blockIdx.x;; index += gridDim.x) {
     int tiles_left = 0;
-    if (index < p.items) {
+    if (index < items_of(shared, p)) {
       wait(&shared.probs_turn[at.slot], at.parity);  // the score warpgroup has read Q
       tiles_left = shared.item_tiles[at.parity][at.slot];
       refill();
@@ -287,7 +337,7 @@ __device__ __forceinline__ void accumulate_wide(SharedStorage<kC>& shared, const
       wait(&shared.finished[finish_at.slot], finish_at.parity);
       scale_rows(r_o, {shared.finish[finish_at.slot][row], shared.finish[finish_at.slot][row + 8]});
       finish_at.advance();
-      store_output<kFirstChunk * kChunkColumns, kC.d_v>(p, Item(p, index - gridDim.x), r_o, thread);
+      store_output<kFirstChunk * kChunkColumns, kC.d_v>(p, item_at(shared, p, index - gridDim.x), r_o, thread);
     }
     if (tiles_left == 0) break;
     mma.accumulate_ = GMMA::ScaleOut::Zero;
