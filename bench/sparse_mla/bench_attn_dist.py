@@ -14,6 +14,7 @@ import torch
 import dsa_ext
 from bench.common import (
     Case,
+    arranged,
     drawing,
     grouped_bars,
     make_case,
@@ -38,7 +39,7 @@ class Spec:
     name: str
     heads: int
     s_kv: int
-    ascending: bool = False
+    ids: str = "random"
     normalize: bool = False
     has_peer: bool = False
     compare_to: str | None = None  # a case to divide this one's time by
@@ -51,19 +52,22 @@ def specs() -> Iterator[Spec]:
     for heads in (128, 64):
         for s_kv in (8192, 131072):
             name = f"h{heads}_skv{s_kv}"
-            yield Spec("Ascending ids", f"{name}_ascending", heads, s_kv, ascending=True, compare_to=name)
+            yield Spec("Ascending ids", f"{name}_ascending", heads, s_kv, ids="ascending", compare_to=name)
     for heads in (128, 64):
         name = f"h{heads}_skv8192"
         yield Spec("Normalized", f"{name}_normalize", heads, 8192, normalize=True, compare_to=name)
     for heads in (32, 16, 8):
         yield Spec("Few heads", f"h{heads}_skv8192", heads, 8192, compare_to="h64_skv8192")
+    for heads in (128, 64, 16, 8):
+        name = f"h{heads}_skv32768_drift"
+        yield Spec("Ids that recur, as those of a trained indexer", name, heads, 32768, ids="drift")
 
 
 @torch.inference_mode()
 def measure(spec: Spec, times: dict[str, float]) -> Case:
     inputs = make_inputs(seq=SEQ, s_kv=spec.s_kv, heads=spec.heads, topk=TOPK, d_qk=D_QK, device="cuda", seed=1)
     q, kv = inputs.q, inputs.kv
-    indices = inputs.indices.sort(-1).values if spec.ascending else inputs.indices
+    indices = arranged(inputs.indices, spec.s_kv, spec.ids)
     options: dict[str, Any] = {"causal": False}
     _, lse = dsa_ext.sparse_mla(q, kv, indices, return_lse=True, **options)
     options["normalize"] = spec.normalize
@@ -84,7 +88,7 @@ def measure(spec: Spec, times: dict[str, float]) -> Case:
             "G": 1,
             "K": TOPK,
             "d_qk": D_QK,
-            "ids": "ascending" if spec.ascending else "random",
+            "ids": spec.ids,
             "normalize": spec.normalize,
         },
         ms,
