@@ -139,7 +139,7 @@ def sparse_mla(
     A slot is visible when its id is in [0, S_kv), when the key is complete at the query's position (`causal`: id <=
     (q_start + s + 1) // positions_per_key - 1), and when it is one of the first topk_length[b, s]. With `starts` and
     `ends`, which replace the causal rule, a slot is visible when starts[b, s] <= id < ends[b, s]. All other slots are
-    padding, at any place in the list, and the keys that they might name are never read. A query with no visible slot
+    padding, at any place in the list, and the keys that they might name reach no result. A query with no visible slot
     has out = 0, lse = max_logits = -inf and zero gradients. An id that is listed twice counts twice.
 
     All tensors may be passed without the batch dimension: q [S, H, D], kv [S_kv, D] or [S_kv, G, D], indices [S, K] or
@@ -189,6 +189,8 @@ def sparse_mla(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     slots = (causal, q_start, positions_per_key, topk_length, starts, ends)
+    # The operator follows the switch only in the backward pass: reading it there takes each call 6 us.
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     args = (q, kv, indices, sm_scale, d_v, *slots, attn_sink, deterministic)
     forward, direct = _sparse_mla_fwd, _sparse_mla_fwd_direct
     if return_max_logits:

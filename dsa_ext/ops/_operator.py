@@ -46,8 +46,7 @@ class Operator:
             torch.utils.flop_counter. Operators with matrix products have it.
 
     The last argument of an operator whose gradients may depend on the order of additions is `deterministic`.
-    torch.use_deterministic_algorithms sets it where these are computed, in operators whose name ends with _bwd; see
-    follow_deterministic_switch for others.
+    torch.use_deterministic_algorithms sets it where these are computed, in operators whose name ends with _bwd.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ from dsa_ext.ops._checks import (
     differentiable_dtype,
     fail,
 )
-from dsa_ext.ops._library import follow_deterministic_switch
 from dsa_ext.ops._operator import Args, Operator
 from dsa_ext.reference.decode import packed_bytes
 from dsa_ext.reference.numerics import compute_dtype
@@ -184,7 +183,6 @@ Operator(
     cast=("q", "kv"),
     flops=lambda a: _matmul_columns(a, a.q[3] + a.d_v),
 )
-follow_deterministic_switch("sparse_mla_fwd")  # its results depend on it too, not only their gradients
 Operator(
     "sparse_mla_max_fwd(Tensor q, Tensor kv, Tensor indices, float? sm_scale=None, SymInt d_v=512, "
     f"{_SLOTS}, Tensor? attn_sink=None, bool deterministic=False, bool inf_if_empty=False) -> "
