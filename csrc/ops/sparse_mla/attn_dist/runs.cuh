@@ -10,9 +10,12 @@
 //                                   zeros in the slots behind a query's keys
 //
 // A persistent CTA walks over runs. Q and keys pass through one ring buffer, in parts of some columns. The score
-// warpgroups take its tiles, the two copies of Q among them, in turn. Q in registers leaves shared memory to the keys:
-// with Q there too, the ring would be too short to hide the latency of the gather, and products would read twice as
-// much.
+// warpgroups take its tiles, the two copies of Q among them, in turn. Keys and Q need not arrive in order, and a stage
+// that the other warpgroup still waits for has the phase that this one waits for. So listed_full of a tile, for which a
+// warpgroup waits first, is signaled when all stages of the tile have been released by those who had them before.
+//
+// Q in registers leaves shared memory to the keys: with Q there too, the ring would be too short to hide the latency of
+// the gather, and products would read twice as much.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -168,11 +171,11 @@ __device__ __forceinline__ void gather_runs(RunStorage<kC>& shared, const RunPar
     const RunItem next(p, runs.load(index + gridDim.x));
 #pragma unroll 1
     for (int copy = 0; copy < kScoreWarpgroups; ++copy) {
-      signal_listed();
 #pragma unroll 1
       for (int part = 0; part < kParts; ++part) {
         uint64_t* const full = &shared.full[ring.slot];
         wait(&shared.empty[ring.slot], ring.parity ^ 1);
+        if (part == kParts - 1) signal_listed();
         if (thread == 0) {
           expect_bytes(full, kChunks * kChunkBytes);
           for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -189,7 +192,6 @@ __device__ __forceinline__ void gather_runs(RunStorage<kC>& shared, const RunPar
     for (int tile = 0; tile < item.tiles; ++tile) {
       const GatherRows rows(g_keys, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, {0, p.seq_kv});
       run_lists.publish(shared.listed[listed_ring.slot], thread);
-      signal_listed();
       if (tile + 1 < item.tiles) {
         load_entries(item, tile + 1);
       } else {
@@ -198,6 +200,7 @@ __device__ __forceinline__ void gather_runs(RunStorage<kC>& shared, const RunPar
       cute::for_each(cute::make_int_sequence<kParts>{}, [&](auto part) {
         constexpr int kBegin = part * kChunks;
         wait(&shared.empty[ring.slot], ring.parity ^ 1);
+        if (part == kParts - 1) signal_listed();
         rows.template copy<kBegin, kBegin, kBegin + kChunks>(shared_address(shared.keys[ring.slot]) + piece_offset);
         arrive_after_copies(&shared.full[ring.slot]);
         ring.advance();
@@ -280,6 +283,7 @@ __device__ __forceinline__ void score_runs(RunStorage<kC>& shared, const RunPara
   for (int index = blockIdx.x; index < runs.count; index += gridDim.x) {
     const RunItem item(p, next);
     next = runs.load(index + gridDim.x);
+    wait(&shared.listed_full[listed_ring.slot], listed_ring.parity);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       wait(&shared.full[ring.slot], ring.parity);
