@@ -64,21 +64,21 @@ struct Items;
 template <Config kC>
   requires(!kC.some)
 struct Items<kC> {
-  int count;
+  const KernelParams& p;
 
-  __device__ __forceinline__ explicit Items(const KernelParams& p)
-      : count(p.rounds.items(p.batch * p.seq_q * p.groups)) {}
+  __device__ __forceinline__ int count() const { return p.rounds.items(p.batch * p.seq_q * p.groups); }
   __device__ __forceinline__ int load(int index) const { return index; }
 };
 template <Config kC>
   requires(kC.some)
 struct Items<kC> {
-  int count;
+  const int listed;
   const int* g_first;
 
   __device__ __forceinline__ explicit Items(const SomeParams& p)
-      : count(__ldg(p.lists.item_counts + 1)), g_first(p.lists.items + __ldg(p.lists.item_counts)) {}
-  __device__ __forceinline__ int load(int index) const { return index < count ? __ldg(g_first + index) : 0; }
+      : listed(__ldg(p.lists.item_counts + 1)), g_first(p.lists.items + __ldg(p.lists.item_counts)) {}
+  __device__ __forceinline__ int count() const { return listed; }
+  __device__ __forceinline__ int load(int index) const { return index < listed ? __ldg(g_first + index) : 0; }
 };
 __device__ __forceinline__ int rows_of_item(const Params& p) {
   return p.per_head_block ? (p.heads / p.groups + kBlockHeads - 1) / kBlockHeads : 1;

@@ -96,13 +96,13 @@ __device__ __forceinline__ void gather(SharedStorage<kC>& shared, const ParamsOf
   ring.advance(warpgroup * kParts), visible_ring.advance(warpgroup);
   int first_tile = warpgroup, q_tile = 0;  // the first item's Q need not wait
   uint32_t q_parity = 1;
-  const Items<kC> items(p);
+  const Items<kC> items{p};
   Item item(p, items.load(blockIdx.x));
   Slots slots(p, item, first_tile, thread);
   int ids[kGatherRowsPerThread];  // of this warpgroup's next tile
   slots.load<kGatherers>(ids);
-  for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
-    const Item next(p, items.load(index + gridDim.x < unsigned(items.count) ? index + gridDim.x : index));
+  for (int index = blockIdx.x; index < items.count(); index += gridDim.x) {
+    const Item next(p, items.load(index + gridDim.x < unsigned(items.count()) ? index + gridDim.x : index));
     const int next_first_tile = (first_tile + item.tiles) % kGatherers;
     const Slots next_slots(p, next, next_first_tile, thread);
     for (int block = 0; block < rows_of_item(p); ++block) {
@@ -253,10 +253,10 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const ParamsOf<
   if (warpgroup == 1) ring.advance(kParts), visible_ring.advance();
   int tiles_before = 0;
   uint32_t item_count = 0;
-  const Items<kC> items(p);
+  const Items<kC> items{p};
   int next = items.load(blockIdx.x);
-  for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
-    const Item item(p, next);
+  for (int index = blockIdx.x; index < items.count(); index += gridDim.x) {
+    const Item item(p, kC.some ? next : index);
     next = items.load(index + gridDim.x);
     const uint32_t q_parity = item_count % 2;
     const int first_tile = (warpgroup - tiles_before) & 1;
