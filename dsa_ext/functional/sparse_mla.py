@@ -189,7 +189,7 @@ def sparse_mla(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     slots = (causal, q_start, positions_per_key, topk_length, starts, ends)
-    # The operator follows the switch only in the backward pass: reading it there takes each call 6 us.
+    # Read here, since below autograd, where the backward pass reads it, it would add 3 us to each call.
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     args = (q, kv, indices, sm_scale, d_v, *slots, attn_sink, deterministic)
     forward, direct = _sparse_mla_fwd, _sparse_mla_fwd_direct

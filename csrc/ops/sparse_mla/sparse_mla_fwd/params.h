@@ -30,7 +30,7 @@ struct Pages {
 // Launches on `stream` (a cudaStream_t). Returns null, or a text that says what failed.
 const char* launch(const Params& params, const Maxima& maxima, void* stream);
 
-// The same for queries whose lists are merged in runs, where that pays: one group of keys, merges() and splits == 1.
+// The same for queries whose lists are merged in runs, where that pays: are_merged_forward.
 const char* launch_merging(const Params& params, const merged_lists::Lists& lists, void* stream);
 
 // The same, by programmatic dependent launch, for keys in `pages`: `params` has one group of keys and seq_kv slots, and
