@@ -307,9 +307,7 @@ def indexer_loss(
     loss, _ = torch.ops.dsa.indexer_loss.default(*rows)
     if reduction == "none":
         return loss.view(scores.shape[:-1]).clone()  # the gradient needs the loss; others may change it in place
-    if reduction == "sum":
-        return loss.sum()
-    return _mean(loss.sum(), loss.shape[0], row_weights)
+    return reduced_loss(loss, row_weights, reduction)
 
 
 def indexer_dense_loss(
@@ -397,6 +395,11 @@ def _loss_rows(
         None if valid is None else _rows(valid),
         None if row_weights is None else row_weights.reshape(-1),
     )
+
+
+def reduced_loss(losses: Tensor, row_weights: Tensor | None, reduction: Literal["mean", "sum"]) -> Tensor:
+    """The sum of the rows' losses, or their mean."""
+    return losses.sum() if reduction == "sum" else _mean(losses.sum(), losses.shape[0], row_weights)
 
 
 def _mean(total: Tensor, rows: int, row_weights: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from dsa_ext import functional
 from dsa_ext.nn.heads import multiply_heads
-from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys, sequences
+from dsa_ext.nn.indexer import IndexerTensors, loss_of_keys, select_keys, sequences
 from dsa_ext.ops.indexer import DIMS, HEADS, MAX_TOPK
 from dsa_ext.ops.sparse_mla import MAX_HEADS_PER_GROUP, VALUE_COLUMNS, WIDTHS
 
@@ -241,7 +241,7 @@ class _Losses:
             torch.distributed.all_reduce(target, group=self.group)
         weights = None if self.valid_rows is None else self.valid_rows.to(target.dtype)
         reduction: Any = "sum" if self.is_sum else "mean"
-        return functional.indexer_loss(scores_of_keys(tensors, ids), target, row_weights=weights, reduction=reduction)
+        return loss_of_keys(tensors, ids, target, row_weights=weights, reduction=reduction)
 
     def of_all(
         self, tensors: IndexerTensors, attention: _Attention, bounds: tuple[Tensor, Tensor], lse: Tensor | None

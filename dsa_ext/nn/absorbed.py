@@ -10,7 +10,7 @@ torch.compile and the transforms of torch.func get the formulas of plain.py.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from dsa_ext import functional
 from dsa_ext.nn.absorption import Absorption, Queries, Rope, parts_of
 from dsa_ext.nn.expanded import NONE, Attended, Expanded, fits
 from dsa_ext.nn.heads import multiply, weight_gradient
-from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys
+from dsa_ext.nn.indexer import IndexerTensors, loss_of_keys
 from dsa_ext.nn.plain import plain_attention
 from dsa_ext.ops._library import (
     as_autocast,
@@ -95,7 +95,7 @@ def absorbed_attention(
         out = values if out_weight is None else linear(values.flatten(2), out_weight)
         loss = None
         if learner is not None and p is not None:
-            loss = _indexer_loss(learner, ids, p, deterministic, "mean")
+            loss = loss_of_keys(learner, ids[:, :, 0], p, deterministic=deterministic)
         return Absorbed(out, lse, p if distribution else None, loss)
     given = heads, *weights, kv, out_weight
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
@@ -106,7 +106,7 @@ def absorbed_attention(
         expanded = expanded if weighs else NONE
     out, lse, p, loss = _AbsorbedAttention.apply(*given, *index, ids, *rope, starts, ends, expanded, asks, keep, slots)  # type: ignore[no-untyped-call, misc]
     if learner is not None and not defers:
-        loss = _indexer_loss(learner, ids, p, deterministic, "mean")
+        loss = loss_of_keys(learner, ids[:, :, 0], p, deterministic=deterministic)
     return Absorbed(out, lse, p if distribution else None, loss)
 
 
@@ -280,7 +280,7 @@ def _gradients(
                 dkey_weight.add(absorption.weight_gradient(dq, rows))
             del dq, dkeys
         if learner is not None:
-            learner.learn(rows, listed, dist.sum(0)[:, :, 0])
+            learner.learn(rows, listed, (dist[0] if len(dist) == 1 else dist.sum(0))[:, :, 0])
     of_attention = dheads, *(gradient.result() for gradient in (dkey_weight, dvalue_weight, dkv)), dout_weight
     if learner is None:
         return *of_attention, *(None,) * 3
@@ -306,7 +306,7 @@ class _Learner:
             given = IndexerTensors(
                 *(t.detach().requires_grad_() for t in (rows.of(q), k[rows.batch], rows.of(weights)))
             )
-            loss = _indexer_loss(given, ids, p, self.deterministic, "sum")
+            loss = loss_of_keys(given, ids[:, :, 0], p, reduction="sum", deterministic=self.deterministic)
         dq, dk, dweights = torch.autograd.grad(loss, given, self.factor)
         rows.of(self.dq).copy_(dq)
         rows.of(self.dweights).copy_(dweights)
@@ -315,12 +315,6 @@ class _Learner:
 
     def gradients(self) -> tuple[Tensor, Tensor | None, Tensor]:
         return self.dq, self.dk.result(), self.dweights
-
-
-def _indexer_loss(
-    tensors: IndexerTensors, ids: Tensor, p: Tensor, deterministic: bool, reduction: Literal["mean", "sum"]
-) -> Tensor:
-    return functional.indexer_loss(scores_of_keys(tensors, ids[:, :, 0], deterministic), p, reduction=reduction)
 
 
 def _out_weight_gradient(

@@ -4,13 +4,21 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from dsa_ext import functional
+from dsa_ext.functional.indexer import reduced_loss
 from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
 from dsa_ext.nn.projections import plain_weight
 from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn, placed
 from dsa_ext.ops._checks import check_sizes, describe
-from dsa_ext.ops._library import check_input
+from dsa_ext.ops._library import (
+    as_autocast,
+    check_input,
+    is_transformed,
+    not_differentiable_again,
+    without_autocast,
+)
 
 
 class IndexerTensors(NamedTuple):
@@ -225,17 +233,81 @@ def _with_last_key(ids: Tensor, last: Tensor) -> Tensor:
     """The selected ids [B, S, K], where those of a query that has selected none begin with its last key: `last` [B, S],
     int32, -1 if it has no keys."""
     first = ids[..., 0]
-    # Not in place: selective checkpointing may keep what the operator has returned.
-    return torch.cat([torch.where(first < 0, last, first)[..., None], ids[..., 1:]], dim=-1)
+    first = torch.where(first < 0, last, first)
+    if is_compiling() or is_transformed():
+        return torch.cat([first[..., None], ids[..., 1:]], dim=-1)
+    # In place, which spares a copy of all ids. Not a change of the version: selective checkpointing may keep what the
+    # operator has returned, and gives it again, with this change.
+    ids.data[..., 0] = first
+    return ids
 
 
 def scores_of_keys(tensors: IndexerTensors, ids: Tensor, deterministic: bool = False) -> Tensor:
     """Scores of the listed keys [B, S, K], -inf where an id is not one of the sequence's T keys. Differentiable."""
+    return functional.indexer_scores(*_packed(tensors, ids), deterministic=deterministic).view(ids.shape)
+
+
+def loss_of_keys(
+    tensors: IndexerTensors,
+    ids: Tensor,
+    p: Tensor,
+    *,
+    valid: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    deterministic: bool = False,
+) -> Tensor:
+    """functional.indexer_loss of the scores of the listed keys, whose attention weights are `p` [B, S, K]."""
+    if is_compiling() or is_transformed():
+        scores = scores_of_keys(tensors, ids, deterministic)
+        return functional.indexer_loss(scores, p, valid=valid, row_weights=row_weights, reduction=reduction)
+    tensors = IndexerTensors(as_autocast(tensors.q), as_autocast(tensors.k), tensors.weights)
+    rows = [None if t is None else t.flatten(0, 1) for t in (p, valid, row_weights)]
+    losses = _LossOfKeys.apply(*_packed(tensors, ids), *rows, deterministic)  # type: ignore[no-untyped-call]
+    return reduced_loss(losses, row_weights, reduction)
+
+
+class _LossOfKeys(torch.autograd.Function):
+    """The loss of each row. All gradients are linear in that of the scores, and those of q and k in the weights: so the
+    factor from autograd is applied to the weights, which spares a pass over the gradient of the scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        p: Tensor,
+        valid: Tensor | None,
+        row_weights: Tensor | None,
+        deterministic: bool,
+    ) -> Tensor:
+        scores = functional.indexer_scores(q, k, weights, ids, deterministic=deterministic)
+        losses: Tensor
+        losses, dscores = torch.ops.dsa.indexer_loss(scores, p, valid, row_weights)
+        ctx.save_for_backward(dscores, q, k, weights, ids)
+        ctx.deterministic = deterministic
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        dscores, q, k, weights, ids = saved = ctx.saved_tensors
+        factor = dlosses[:, None]
+        with torch.no_grad(), without_autocast(q):
+            dq, dk, dweights = torch.ops.dsa.indexer_scores_bwd(dscores, q, k, weights * factor, ids, ctx.deterministic)
+            gradients = dq, dk, dweights * factor
+        gradients = not_differentiable_again("indexer_loss", gradients, dlosses, *saved)
+        return *gradients, *(None,) * 5
+
+
+def _packed(tensors: IndexerTensors, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tensors and the ids of the listed keys with the sequences of a batch as one."""
     q, k, weights = (t.flatten(0, 1) for t in tensors)
     if tensors.k.shape[0] > 1:
         # An id of T or more would be a key of the next sequence.
         ids = torch.where((ids >= 0) & (ids < tensors.k.shape[1]), ids + _first_keys(tensors)[..., None], -1)
-    return functional.indexer_scores(q, k, weights, ids.flatten(0, 1), deterministic=deterministic).view(ids.shape)
+    return q, k, weights, ids.flatten(0, 1)
 
 
 def _first_keys(tensors: IndexerTensors) -> Tensor:

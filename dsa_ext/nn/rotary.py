@@ -215,9 +215,9 @@ def rope_tables(
 def _tables_of(x: Tensor, positions: Tensor, theta: float, columns: int, yarn: Yarn | None) -> tuple[Tensor, Tensor]:
     """For x [B, S, ..., D]: [1 or B, S, ..., columns / 2], with 1 for its other dimensions, in its dtype."""
     half = columns // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    frequencies = theta ** (torch.arange(0, -half, -1, device=x.device, dtype=torch.float32) / half)
     frequencies = frequencies if yarn is None else yarn.slowed(frequencies, theta)
-    angles = (positions if positions.dim() == 2 else positions[None]).to(torch.float32)[..., None] * frequencies
+    angles = (positions if positions.dim() == 2 else positions[None])[..., None] * frequencies  # in fp32
     angles = angles.view(*angles.shape[:2], *(1,) * (x.dim() - 3), half)
     cos, sin = angles.cos(), angles.sin()
     if yarn is not None:

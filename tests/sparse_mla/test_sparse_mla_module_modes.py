@@ -68,6 +68,17 @@ def test_selective_checkpointing_keeps_the_selection(indexer_loss: Any, columns:
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_selective_checkpointing_keeps_the_key_of_queries_whose_scores_are_nan(batch: int) -> None:
+    layer, x = make_layer(), make_input(batch)
+    torch.nn.init.constant_(layer.indexer.k_norm.weight, torch.nan)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.dsa.indexer_topk.default])
+    result = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+    assert result.ids[..., 0].equal(torch.arange(x.shape[1], dtype=torch.int32).expand(batch, -1))
+    assert (result.ids[..., 1:] == -1).all()
+    gradients_of(layer, result)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [{}, COLUMNS], ids=["other columns", "columns of sparse_mha"])
 @pytest.mark.parametrize("indexer_loss", ["forward", "deferred"])

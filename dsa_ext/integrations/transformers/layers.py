@@ -14,12 +14,11 @@ from transformers.cache_utils import Cache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
-from dsa_ext import functional
 from dsa_ext.integrations.transformers.masks import NAME, bounds_of
 from dsa_ext.nn.absorbed import absorbed_attention
 from dsa_ext.nn.absorption import Rope
 from dsa_ext.nn.expanded import NONE, expanded_queries
-from dsa_ext.nn.indexer import IndexerTensors, scores_of_keys, select_keys
+from dsa_ext.nn.indexer import IndexerTensors, loss_of_keys, select_keys
 from dsa_ext.nn.projections import has_bias, plain_weight, weight_of
 from dsa_ext.nn.rotary import rotated
 from dsa_ext.ops._checks import describe, dtype_name
@@ -205,8 +204,8 @@ def _attend(
         if isinstance(layer.kv_b_proj.weight, DTensor):  # heads are split over ranks
             torch.distributed.all_reduce(p, group=layer.kv_b_proj.weight.device_mesh.get_group())
         is_visible = (ids >= bounds.starts[..., None]) & (ids < bounds.ends[..., None])
-        scores = scores_of_keys(tensors, ids, options.deterministic)
-        loss = functional.indexer_loss(scores, p, valid=is_visible, row_weights=bounds.counts.to(p.dtype))
+        counts: Any = {"valid": is_visible, "row_weights": bounds.counts.to(p.dtype)}
+        loss = loss_of_keys(tensors, ids, p, **counts, deterministic=options.deterministic)
         if is_first:
             options.losses[layer.layer_idx] = loss
     return out, ids
