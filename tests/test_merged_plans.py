@@ -57,9 +57,9 @@ def test_runs_at_once(host_functions: ModuleType, runs: int, entries: int, queri
 def test_which_calls_merge_lists(host_functions: ModuleType) -> None:
     are_merged = host_functions.merged_lists.are_merged
     for heads in (1, 8, 16, 32):
-        assert are_merged(heads, 1, 4096, 1, 2048, 131072)
-    assert not are_merged(33, 1, 4096, 1, 2048, 131072), "a tile has no room for a second query"
-    assert not are_merged(16, 4096, 1, 1, 2048, 8192), "queries have no neighbors"
-    assert not are_merged(16, 1, 4096, 1, 2048, 2**24), "ids have no room beside the queries"
-    assert not are_merged(16, 1, 64, 1, 2048, 1000), "too little work"
-    assert not are_merged(16, 1, 512, 1, 2048, 131072), "reading all keys would take long"
+        assert are_merged(heads, 1, 1, 4096, 2048, 131072)
+    assert not are_merged(33, 1, 1, 4096, 2048, 131072), "a tile has no room for a second query"
+    assert not are_merged(16, 1, 4096, 1, 2048, 8192), "queries have no neighbors"
+    assert not are_merged(16, 1, 1, 4096, 2048, 2**24), "ids have no room beside the queries"
+    assert not are_merged(16, 1, 1, 64, 2048, 1000), "too little work"
+    assert not are_merged(16, 1, 1, 512, 2048, 131072), "reading all keys would take long"

@@ -84,9 +84,11 @@ class PagedKVCache:
         for name, number, legal in (("columns", columns, WIDTHS), ("index_columns", index_columns, DIMS)):
             if number not in legal:
                 _fail(f"{name} must be one of {legal}, got {number!r}")
-        for name, given in (("dtype", dtype), ("index_dtype", index_dtype)):
-            if given not in (*_DTYPES, FP8):
-                _fail(f"{name} must be bfloat16, float32, float64 or float8_e4m3fn, got {given!r}")
+        if dtype not in (*_DTYPES, FP8):
+            _fail(f"dtype must be bfloat16, float32, float64 or float8_e4m3fn, got {dtype!r}")
+        of_layers = torch.bfloat16 if dtype == FP8 else dtype
+        if index_dtype not in (of_layers, FP8):
+            _fail(f"index_dtype must be float8_e4m3fn or, like the layers, {of_layers}, got {index_dtype!r}")
         if index_dtype == FP8 and page_size % 4 != 0:
             _fail(f"page_size must be a multiple of 4 with keys of the indexer in float8_e4m3fn, got {page_size}")
         self.layers, self.num_blocks, self.page_size, self.max_length = layers, num_blocks, page_size, max_length
@@ -213,16 +215,8 @@ class PagedKVCache:
             filled[kept[-1]] -= -length % page
             rows = torch.arange(keys, device="cpu")
             ends = torch.arange(first + keys - count + 1, first + keys + 1, dtype=torch.int32, device="cpu")
-            places.append(
-                (
-                    positions,
-                    table[positions // page],
-                    kept[rows // page],
-                    rows % page,
-                    ends.new_full((count,), first),
-                    ends,
-                )
-            )
+            of_keys = kept[rows // page], rows % page
+            places.append((positions, table[positions // page], *of_keys, ends.new_full((count,), first), ends))
             first += keys
         positions, blocks, key_blocks, key_offsets, starts, ends = (
             self._uploaded_copy(torch.cat(parts)) for parts in zip(*places, strict=True)

@@ -13,7 +13,7 @@ inline constexpr int kSharedBytes = 225 * 1024;  // for Q and keys
 // One shape of the kernel: the heads of a group, rounded up, are the N dimension of the products.
 struct Config {
   int columns, heads;
-  bool some = false;  // queries: those that merged_lists lists, which are not merged
+  bool unmerged = false;  // its queries are not all of a call, but those whose lists merged_lists did not merge
 
   // Two warpgroups take turns gathering tiles of few columns: a tile costs one warpgroup the same few hundred clocks,
   // however few its columns.

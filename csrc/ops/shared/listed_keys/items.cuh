@@ -15,11 +15,12 @@ using namespace dsa::tiles;
 struct KernelParams : Params {
   Rounds rounds;
 };
-struct SomeParams : KernelParams {
+// For the queries of a launch whose lists are not merged.
+struct UnmergedParams : KernelParams {
   merged_lists::Lists lists;
 };
 template <Config kC>
-using ParamsOf = std::conditional_t<kC.some, SomeParams, KernelParams>;
+using ParamsOf = std::conditional_t<kC.unmerged, UnmergedParams, KernelParams>;
 
 // The heads of one query and group, with all tiles or a piece of them.
 struct Item {
@@ -62,7 +63,7 @@ template <Config kC>
 struct Items;
 
 template <Config kC>
-  requires(!kC.some)
+  requires(!kC.unmerged)
 struct Items<kC> {
   const KernelParams& p;
 
@@ -70,12 +71,12 @@ struct Items<kC> {
   __device__ __forceinline__ int load(int index) const { return index; }
 };
 template <Config kC>
-  requires(kC.some)
+  requires(kC.unmerged)
 struct Items<kC> {
   const int listed;
   const int* g_first;
 
-  __device__ __forceinline__ explicit Items(const SomeParams& p)
+  __device__ __forceinline__ explicit Items(const UnmergedParams& p)
       : listed(__ldg(p.lists.item_counts + 1)), g_first(p.lists.items + __ldg(p.lists.item_counts)) {}
   __device__ __forceinline__ int count() const { return listed; }
   __device__ __forceinline__ int load(int index) const { return index < listed ? __ldg(g_first + index) : 0; }

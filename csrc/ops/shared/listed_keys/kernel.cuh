@@ -256,7 +256,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const ParamsOf<
   const Items<kC> items{p};
   int next = items.load(blockIdx.x);
   for (int index = blockIdx.x; index < items.count(); index += gridDim.x) {
-    const Item item(p, kC.some ? next : index);
+    const Item item(p, kC.unmerged ? next : index);
     next = items.load(index + gridDim.x);
     const uint32_t q_parity = item_count % 2;
     const int first_tile = (warpgroup - tiles_before) & 1;
@@ -330,11 +330,11 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const ParamsOf<
   }
 }
 
-template <int kKeyColumns, int kHeads, class Function, bool kSome>
+template <int kKeyColumns, int kHeads, class Function, bool kUnmerged>
 __global__ void __launch_bounds__(Config{kKeyColumns, kHeads}.threads(), 1)
-    listed_keys_kernel(const __grid_constant__ ParamsOf<Config{kKeyColumns, kHeads, kSome}> p,
+    listed_keys_kernel(const __grid_constant__ ParamsOf<Config{kKeyColumns, kHeads, kUnmerged}> p,
                        const __grid_constant__ CUtensorMap q_map) {
-  constexpr Config kC{kKeyColumns, kHeads, kSome};
+  constexpr Config kC{kKeyColumns, kHeads, kUnmerged};
   extern __shared__ __align__(1024) char shared_bytes_[];
   SharedStorage<kC>& shared = *reinterpret_cast<SharedStorage<kC>*>(shared_bytes_);
   const int thread = threadIdx.x % kWarpgroupThreads;

@@ -9,9 +9,9 @@
 
 namespace dsa::listed_keys {
 
-template <int kKeyColumns, int kHeads, class Function, bool kSome = false>
-const char* launch_items(const ParamsOf<Config{kKeyColumns, kHeads, kSome}>& p, int items, cudaStream_t stream) {
-  constexpr Config kC{kKeyColumns, kHeads, kSome};
+template <int kKeyColumns, int kHeads, class Function, bool kUnmerged = false>
+const char* launch_items(const ParamsOf<Config{kKeyColumns, kHeads, kUnmerged}>& p, int items, cudaStream_t stream) {
+  constexpr Config kC{kKeyColumns, kHeads, kUnmerged};
   const int group_heads = p.heads / p.groups;
   CUtensorMap q_map;
   if (!encode_head_tensor(&q_map,
@@ -22,7 +22,7 @@ const char* launch_items(const ParamsOf<Config{kKeyColumns, kHeads, kSome}>& p, 
   }
   constexpr int kBytes = sizeof(SharedStorage<kC>);
   static_assert(kBytes <= 227 * 1024);
-  return launch_kernel<listed_keys_kernel<kKeyColumns, kHeads, Function, kSome>>(
+  return launch_kernel<listed_keys_kernel<kKeyColumns, kHeads, Function, kUnmerged>>(
       p.device, unsigned(std::min(items, p.num_sms)), kC.threads(), kBytes, stream, p, q_map);
 }
 

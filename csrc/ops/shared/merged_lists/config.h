@@ -34,9 +34,10 @@ static_assert(kIdBits + kMaxQueries == 32);
 
 // Whether to look for lists to merge. If none are merged, looking costs up to 2 % of a backward pass of this many
 // slots.
-constexpr bool are_merged(int group_heads, int64_t batch, int64_t seq_q, int64_t groups, int64_t topk, int64_t seq_kv) {
+constexpr bool are_merged(int heads, int64_t groups, int64_t batch, int64_t seq_q, int64_t topk, int64_t seq_kv) {
   constexpr int64_t kFewestSlots = 1 << 18, kFewestSlotsPerKey = 16;
   const int64_t slots = batch * seq_q * groups * topk, keys = batch * seq_kv * groups;
+  const int group_heads = static_cast<int>(heads / groups);
   return group_heads >= 1 && group_heads <= kMaxGroupHeads && seq_q >= queries_of_run(group_heads) &&
          seq_kv < kIdMask && slots >= std::max(kFewestSlots, kFewestSlotsPerKey * keys);
 }
@@ -49,7 +50,7 @@ constexpr bool are_merged_forward(int heads, int64_t groups, int64_t batch, int6
   constexpr int64_t kFewestQueries = 24, kFewestSlots = 1 << 21, kFewestSlotsPerKey = 64;
   const int64_t queries = batch * seq_q, slots = queries * topk, keys = batch * seq_kv;
   return groups == 1 && (heads == 8 || heads == 16) && queries >= kFewestQueries * num_sms && slots >= kFewestSlots &&
-         slots >= kFewestSlotsPerKey * keys && are_merged(heads, batch, seq_q, groups, topk, seq_kv);
+         slots >= kFewestSlotsPerKey * keys && are_merged(heads, groups, batch, seq_q, topk, seq_kv);
 }
 
 // The words of a run in the workspace: entries, items, and the number of entries.

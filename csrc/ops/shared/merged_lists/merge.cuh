@@ -1,4 +1,5 @@
-// Kernels that merge the lists of each run, and list the items of a launch.
+// Kernels that merge the lists of each run, undo that for runs whose keys are not finite, and list the items of a
+// launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -112,7 +113,7 @@ __device__ __forceinline__ bool set_bits(List list, int query, int first_key, in
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const unsigned key = loaded[i] - first_key;
+      const unsigned key = static_cast<unsigned>(loaded[i]) - first_key;
       const unsigned bit = __funnelshift_l(1u << query, 1u << query, key * kQueries);  // the shift is taken modulo 32
       if (ids.has(loaded[i])) found |= sm90::atomic_or(s_fields + key / kKeys * 4, bit) & bit;
     }
@@ -153,7 +154,9 @@ __global__ void __launch_bounds__(kMergeThreads, kInOrder ? 5 : 6)
   unsigned* const g_entries = lists.entries + static_cast<int64_t>(blockIdx.x) * lists.capacity;
   if (threadIdx.x < run.queries) s_lists[threadIdx.x] = List(p, run, threadIdx.x);
   __syncthreads();
-  // The most tiles of the merged list; of the lists of the first queries, so many that the others will hardly do.
+  // The most tiles that the merged list may have, and those of the first half of the queries: if these share so little
+  // that they exceed theirs (midway between no sharing and what is allowed, and 5 % more), the others are not read.
+  // Only the first window decides by halves, as later ones begin with the keys of all queries before them.
   const int percents[2] = {min(100, (100 + lists.percent) / 2 + 5), lists.percent};
   int most_tiles[2], tiles = 0;
 #pragma unroll
@@ -220,7 +223,8 @@ __global__ void __launch_bounds__(kMergeThreads, kInOrder ? 5 : 6)
 
 inline constexpr int kKeyThreads = 256, kWarpKeys = 32 * 32 / kKeyThreads;
 
-// Whether a run's entries, which are in ascending order, have this key.
+// Whether a run's entries, which are in ascending order, have this key. Other threads may undo the run's merging
+// meanwhile, for another key: then either answer will do.
 __device__ __forceinline__ bool lists_key(const Lists& lists, int run, int key) {
   const unsigned* const g_entries = lists.entries + static_cast<int64_t>(run) * lists.capacity;
   const int count = lists.counts[run];

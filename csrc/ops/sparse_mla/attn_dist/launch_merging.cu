@@ -29,7 +29,7 @@ const char* launch_runs(const RunParams& p, cudaStream_t stream) {
 template <int kColumns>
 const char* launch_columns(const listed_keys::Params& params, const merged_lists::Lists& lists, cudaStream_t stream) {
   const RunParams p{params, lists, int(merged_lists::runs_of_sequence(params.seq_q, lists.queries))};
-  const listed_keys::SomeParams others{{params, {params.batch * params.seq_q, 1}}, lists};
+  const listed_keys::UnmergedParams others{{params, {params.batch * params.seq_q, 1}}, lists};
   const int most = lists.runs * lists.queries;
   const char* error;
   if (params.heads == 16) {

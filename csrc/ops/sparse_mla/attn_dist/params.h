@@ -1,4 +1,4 @@
-// The launch function of attn_dist. No torch, no CUDA headers.
+// The launch functions of attn_dist. No torch, no CUDA headers.
 #pragma once
 
 #include "ops/shared/listed_keys/params.h"

@@ -44,6 +44,8 @@ struct RunConfig {
   constexpr int parts() const { return columns / kChunkColumns / slot_chunks(); }  // stages per tile
   constexpr int part_steps() const { return slot_chunks() * kChunkColumns / 16; }
   constexpr int slots() const { return 225 * 1024 / (slot_chunks() * kChunkBytes); }
+  // A tile's lists are written when the last part of the tile before it has a stage. By then, tiles that are
+  // slots() / parts() + 1 behind (rounded up) or more have been released.
   constexpr int listed_slots() const { return slots() / parts() + 2; }
 };
 

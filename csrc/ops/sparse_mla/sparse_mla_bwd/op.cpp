@@ -107,8 +107,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
   const int64_t last_queries = queries > 0 ? queries % params.queries_at_once : 0;
   int64_t parts = params.pairs ? 0 : std::max(parts_of(params.queries_at_once), parts_of(last_queries));
   std::optional<Tensor> lists;
-  params.merged = !deterministic && heads > 0 &&
-                  merged_lists::are_merged(params.heads / params.groups, batch, seq_q, groups, params.topk, seq_kv);
+  params.merged =
+      !deterministic && heads > 0 && merged_lists::are_merged(params.heads, groups, batch, seq_q, params.topk, seq_kv);
   if (params.merged) {
     params.conditions = {.finite = true, .dout = params.dout, .d_v = params.d_v};
     lists = merged_lists::allocate(params, kMostMergedPercent, params.lists);

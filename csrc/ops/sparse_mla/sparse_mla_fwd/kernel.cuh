@@ -1,5 +1,6 @@
 // Sparse MLA forward: a persistent CTA walks over (query, block of heads) items; the heads share the query's gathered
-// keys.
+// keys. If lists are merged, an item is a run of neighboring queries, whose heads share the keys that any of them
+// lists.
 //
 // Warp specialization. Who does what (wide.cuh and narrow.cuh have the barriers tile by tile):
 //

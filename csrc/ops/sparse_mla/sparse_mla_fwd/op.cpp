@@ -17,7 +17,9 @@ namespace {
 
 using namespace dsa::sparse_mla;
 
-// With `max_logits`, which is then allocated, lse of rows without keys is `empty_lse`; else -inf.
+// `merges_lists`: whether the lists of neighboring queries may be merged, where that pays; last bits of a query then
+// depend on its neighbors. With `max_logits`, which is then allocated, lse of rows without keys is `empty_lse`; else
+// -inf.
 std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& q, const Tensor& kv, const Tensor& indices,
                                    const Options& options, bool merges_lists, std::optional<Tensor>* max_logits,
                                    float empty_lse) {

@@ -173,7 +173,7 @@ struct ListedColumns {
     const int row_bits = __ffs(heads) - 1, row = thread / kWarpThreads * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint32_t keys[2];  // bit 8 c + i: column 8 c + i of the lane's columns
+      uint32_t keys[2];  // bits 8 c and 8 c + 1: of the half's c-th eight keys, the lane's two
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int query = row + 8 * r >> row_bits;
