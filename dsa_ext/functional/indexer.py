@@ -299,7 +299,7 @@ def indexer_loss(
     if reduction not in ("none", "mean", "sum"):
         raise RuntimeError(f"dsa::indexer_loss: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
     try:
-        rows = _loss_rows(scores, p, valid, row_weights)
+        rows = loss_rows(scores, p, valid, row_weights)
     except AttributeError:
         check_are_tensors("indexer_loss", (scores, p, valid, row_weights))
         raise
@@ -379,7 +379,7 @@ def indexer_dense_loss(
     return loss.clone() if reduction == "sum" else _mean(loss, q.shape[0], row_weights)
 
 
-def _loss_rows(
+def loss_rows(
     scores: Tensor, p: Tensor, valid: Tensor | None, row_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The arguments with flattened rows. The operator could not detect a mismatch of their leading dimensions."""

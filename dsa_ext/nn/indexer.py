@@ -7,18 +7,12 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from dsa_ext import functional
-from dsa_ext.functional.indexer import reduced_loss
+from dsa_ext.functional.indexer import loss_rows, reduced_loss
 from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
 from dsa_ext.nn.projections import plain_weight
 from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn, placed
 from dsa_ext.ops._checks import check_sizes, describe
-from dsa_ext.ops._library import (
-    as_autocast,
-    check_input,
-    is_transformed,
-    not_differentiable_again,
-    without_autocast,
-)
+from dsa_ext.ops._library import as_autocast, check_input, is_transformed
 
 
 class IndexerTensors(NamedTuple):
@@ -232,9 +226,8 @@ def _select_within(
 def _with_last_key(ids: Tensor, last: Tensor) -> Tensor:
     """The selected ids [B, S, K], where those of a query that has selected none begin with its last key: `last` [B, S],
     int32, -1 if it has no keys."""
-    first = ids[..., 0]
-    first = torch.where(first < 0, last, first)
-    if is_compiling() or is_transformed():
+    first = torch.where(ids[..., 0] < 0, last, ids[..., 0])
+    if is_compiling() or is_transformed() or torch._C._is_tracing():
         return torch.cat([first[..., None], ids[..., 1:]], dim=-1)
     # In place, which spares a copy of all ids. Not a change of the version: selective checkpointing may keep what the
     # operator has returned, and gives it again, with this change.
@@ -262,14 +255,15 @@ def loss_of_keys(
         scores = scores_of_keys(tensors, ids, deterministic)
         return functional.indexer_loss(scores, p, valid=valid, row_weights=row_weights, reduction=reduction)
     tensors = IndexerTensors(as_autocast(tensors.q), as_autocast(tensors.k), tensors.weights)
-    rows = [None if t is None else t.flatten(0, 1) for t in (p, valid, row_weights)]
+    _, *rows = loss_rows(ids, p, valid, row_weights)
     losses = _LossOfKeys.apply(*_packed(tensors, ids), *rows, deterministic)  # type: ignore[no-untyped-call]
     return reduced_loss(losses, row_weights, reduction)
 
 
 class _LossOfKeys(torch.autograd.Function):
     """The loss of each row. All gradients are linear in that of the scores, and those of q and k in the weights: so the
-    factor from autograd is applied to the weights, which spares a pass over the gradient of the scores."""
+    factor from autograd is applied to the weights, which spares a pass over the gradient of the scores. Their product
+    must be in the range of fp32."""
 
     @staticmethod
     def forward(
@@ -283,7 +277,7 @@ class _LossOfKeys(torch.autograd.Function):
         row_weights: Tensor | None,
         deterministic: bool,
     ) -> Tensor:
-        scores = functional.indexer_scores(q, k, weights, ids, deterministic=deterministic)
+        scores = functional.indexer_scores(q, k, weights, ids)
         losses: Tensor
         losses, dscores = torch.ops.dsa.indexer_loss(scores, p, valid, row_weights)
         ctx.save_for_backward(dscores, q, k, weights, ids)
@@ -292,13 +286,10 @@ class _LossOfKeys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        dscores, q, k, weights, ids = saved = ctx.saved_tensors
+        dscores, q, k, weights, ids = ctx.saved_tensors
         factor = dlosses[:, None]
-        with torch.no_grad(), without_autocast(q):
-            dq, dk, dweights = torch.ops.dsa.indexer_scores_bwd(dscores, q, k, weights * factor, ids, ctx.deterministic)
-            gradients = dq, dk, dweights * factor
-        gradients = not_differentiable_again("indexer_loss", gradients, dlosses, *saved)
-        return *gradients, *(None,) * 5
+        dq, dk, dweights = torch.ops.dsa.indexer_scores_bwd(dscores, q, k, weights * factor, ids, ctx.deterministic)
+        return dq, dk, dweights * factor, *(None,) * 5
 
 
 def _packed(tensors: IndexerTensors, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

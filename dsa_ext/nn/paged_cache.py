@@ -88,7 +88,7 @@ class PagedKVCache:
             _fail(f"dtype must be bfloat16, float32, float64 or float8_e4m3fn, got {dtype!r}")
         of_layers = torch.bfloat16 if dtype == FP8 else dtype
         if index_dtype not in (of_layers, FP8):
-            _fail(f"index_dtype must be float8_e4m3fn or, like the layers, {of_layers}, got {index_dtype!r}")
+            _fail(f"index_dtype must be float8_e4m3fn or {dtype_name(of_layers)} like the layers, got {index_dtype!r}")
         if index_dtype == FP8 and page_size % 4 != 0:
             _fail(f"page_size must be a multiple of 4 with keys of the indexer in float8_e4m3fn, got {page_size}")
         self.layers, self.num_blocks, self.page_size, self.max_length = layers, num_blocks, page_size, max_length

@@ -80,6 +80,17 @@ def test_replay_of_generation(name: str) -> None:
     torch.testing.assert_close(replayed, logits, rtol=1e-4, atol=1e-5)
 
 
+def test_replayed_keys_that_a_query_may_not_see_reach_no_result() -> None:
+    model, ids = make_model(num_hidden_layers=2), tokens(1, 20)
+    handle = integration.enable(model, train_indexer=True)
+    every = torch.arange(20, dtype=torch.int32).expand(1, 20, 20)
+    results = []
+    for listed in (every, torch.where(every <= every.mT, every, -1)):
+        with handle.replay({0: listed, 1: listed}):
+            results.append((model(ids).logits, handle.indexer_loss()))
+    torch.testing.assert_close(*results)
+
+
 def test_errors_of_replay() -> None:
     model, ids = make_model("GlmMoeDsa"), tokens()
     with integration.enable(model) as handle:

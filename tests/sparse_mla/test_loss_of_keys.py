@@ -8,6 +8,7 @@ import torch
 from test_sparse_mla_module_rows import COLUMNS, make_input, make_layer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dsa_ext import functional
 from dsa_ext.nn.indexer import IndexerTensors, loss_of_keys, scores_of_keys
@@ -57,17 +58,60 @@ def test_autocast_in_either_pass() -> None:
         torch.testing.assert_close(torch.autograd.grad(loss, tensors), exact)
 
 
+@pytest.mark.parametrize("learns", [(True, False, False), (False, True, False), (False, False, True)])
+def test_an_indexer_of_which_a_part_learns(learns: tuple[bool, ...]) -> None:
+    tensors, ids, p = make_inputs(2)
+    given = IndexerTensors(*(t.detach().requires_grad_(r) for t, r in zip(tensors, learns, strict=True)))
+    leaves = [t for t in given if t.requires_grad]
+    gradients = [torch.autograd.grad(compute(given, ids, p), leaves) for compute in (loss_of_keys, composed)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_batched_gradients() -> None:
+    tensors, ids, p = make_inputs(2)
+    factors = torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64)
+    gradients = [
+        torch.autograd.grad(compute(tensors, ids, p), tensors, factors, is_grads_batched=True)
+        for compute in (loss_of_keys, composed)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, ids, p = make_inputs(1)
+    given = []
+
+    class Backward(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.dsa.indexer_scores_bwd.default:
+                given.append(args[5:])
+            return func(*args, **(kwargs or {}))
+
+    for deterministic in (False, True):
+        loss = loss_of_keys(tensors, ids, p, deterministic=deterministic)
+        with Backward():
+            torch.autograd.grad(loss, tensors)
+    assert given == [(), (True,)]
+
+
 def test_gradients_are_not_differentiable_again() -> None:
     tensors, ids, p = make_inputs(1)
     first, *_ = torch.autograd.grad(loss_of_keys(tensors, ids, p), tensors, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"dsa::indexer_loss: second derivatives \(create_graph=True\)"):
+    with pytest.raises(RuntimeError, match=r"dsa::indexer_scores_bwd: second derivatives \(create_graph=True\)"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["p", "valid", "row_weights"])
+def test_wrong_shapes(name: str) -> None:
+    tensors, ids, p = make_inputs(2)
+    options = {"p": p, "valid": p > 0, "row_weights": p[..., 0]}
+    options[name] = options[name].transpose(0, 1)
+    with pytest.raises(RuntimeError, match=f"dsa::indexer_loss: {name} must have the shape"):
+        loss_of_keys(tensors, ids, **options)
 
 
 class PassesOverLists(TorchDispatchMode):
     """The operators of PyTorch that read or write a tensor of one number per query and slot."""
-
-    VIEWS = ("view", "unsqueeze", "squeeze", "select", "slice", "detach", "expand", "transpose", "alias", "empty")
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -76,9 +120,9 @@ class PassesOverLists(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = [t for t in (*args, *(result if isinstance(result, tuple) else (result,))) if isinstance(t, Tensor)]
-        is_view = func._opname.strip("_").split("_")[0] in self.VIEWS
-        if func.namespace == "aten" and not is_view and any(t.numel() == self.numbers for t in tensors):
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+        copies = not func.is_view and func._opname not in ("detach", "_unsafe_view", "empty", "new_empty")
+        if func.namespace == "aten" and copies and any(t.numel() == self.numbers for t in tensors):
             self.names.append(str(func))
         return result
 

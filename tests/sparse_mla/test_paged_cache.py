@@ -207,14 +207,14 @@ def test_operators_read_the_pages() -> None:
         ({"columns": 500}, "columns must be one of (576, 512), got 500"),
         ({"index_columns": 32}, "index_columns must be one of (64, 128), got 32"),
         ({"dtype": torch.float16}, "dtype must be bfloat16, float32, float64 or float8_e4m3fn, got torch.float16"),
-        ({"index_dtype": torch.int8}, "index_dtype must be float8_e4m3fn or, like the layers, torch.bfloat16"),
+        ({"index_dtype": torch.int8}, "index_dtype must be float8_e4m3fn or bfloat16 like the layers"),
         (
             {"dtype": torch.float32, "index_dtype": torch.bfloat16},
-            "index_dtype must be float8_e4m3fn or, like the layers, torch.float32, got torch.bfloat16",
+            "index_dtype must be float8_e4m3fn or float32 like the layers, got torch.bfloat16",
         ),
         (
             {"dtype": torch.float8_e4m3fn, "index_dtype": torch.float64},
-            "index_dtype must be float8_e4m3fn or, like the layers, torch.bfloat16, got torch.float64",
+            "index_dtype must be float8_e4m3fn or bfloat16 like the layers, got torch.float64",
         ),
     ],
     ids=str,

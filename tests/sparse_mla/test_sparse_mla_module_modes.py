@@ -68,6 +68,14 @@ def test_selective_checkpointing_keeps_the_selection(indexer_loss: Any, columns:
     torch.testing.assert_close(got, expected)
 
 
+def test_tracing_keeps_the_key_of_queries_whose_scores_are_nan() -> None:
+    layer, x = make_layer().requires_grad_(False), make_input()
+    torch.nn.init.constant_(layer.indexer.k_norm.weight, torch.nan)
+    traced = torch.jit.trace(lambda x: layer.select(x), x, check_trace=False)
+    assert traced(x).equal(layer.select(x))
+    assert (layer.select(x)[..., 0] >= 0).all()
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_selective_checkpointing_keeps_the_key_of_queries_whose_scores_are_nan(batch: int) -> None:
     layer, x = make_layer(), make_input(batch)
