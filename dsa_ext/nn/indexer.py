@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from dsa_ext import functional
-from dsa_ext.functional.indexer import loss_rows, reduced_loss
+from dsa_ext.functional._loss import loss_rows, reduced_loss
 from dsa_ext.nn.paged_cache import PagedKVCache, PrefillStep
 from dsa_ext.nn.projections import plain_weight
 from dsa_ext.nn.rotary import PlacedRows, RopeLayout, Yarn, apply_rope, check_layout, check_yarn, placed
