@@ -129,7 +129,7 @@ class PagedKVCache:
     def step(self) -> DecodeStep | PrefillStep:
         """Where the tokens of the current step stand: those of the last call of `prefill` or `decode`."""
         if self._step is None:
-            _fail("no step was begun: call prefill or decode, and again after sequences were changed")
+            _fail("no step was begun: call prefill or decode, and again after sequences were changed or a call failed")
         return self._step
 
     @property
@@ -193,13 +193,13 @@ class PagedKVCache:
 
         Raises:
             CacheFullError: there are too few free pages. No sequence was changed, and no step was begun.
-            ValueError: an argument is wrong; no sequence was changed.
+            ValueError: an argument is wrong. No sequence was changed, and no step was begun.
         """
+        self._step = None
         sequences, tokens = _as_list("sequences", sequences), _as_list("tokens", tokens)
         if not sequences or len(tokens) != len(sequences) or not all(type(n) is int and n > 0 for n in tokens):
             _fail(f"tokens must be one positive int for each sequence, got {tokens} for {sequences}")
         self._check_not_captured()
-        self._step = None
         self._tables.extend(sequences, tokens)
         page = self.page_size
         first_keys, filled = of_pages = torch.zeros(2, self.num_blocks + 1, dtype=torch.int32, device="cpu")
@@ -235,8 +235,9 @@ class PagedKVCache:
 
         Raises:
             CacheFullError: there are too few free pages. No sequence was changed, and no step was begun.
-            ValueError: an argument is wrong; no sequence was changed.
+            ValueError: an argument is wrong. No sequence was changed, and no step was begun.
         """
+        self._step = None
         sequences = _as_list("sequences", sequences)
         if type(tokens) is not int or not 1 <= tokens <= MAX_TOKENS:
             _fail(f"decode takes 1 to {MAX_TOKENS} tokens of each sequence, got {tokens!r}; prefill takes more")
@@ -244,7 +245,6 @@ class PagedKVCache:
             _fail(f"decode takes 1 to max_sequences={self.max_sequences} sequences, got {len(sequences)}")
         self._check_not_captured()
         named = [sequence for sequence in sequences if sequence is not None]
-        self._step = None
         self._tables.extend(named, [tokens] * len(named))
         batch, page = len(sequences), self.page_size
         tables = self._tables

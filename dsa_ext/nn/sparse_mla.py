@@ -227,7 +227,7 @@ class SparseMLA(nn.Module):
         if dtype == FP8 and own != torch.bfloat16:
             raise ValueError(f"SparseMLA: dtype may be float8_e4m3fn in bfloat16 layers only, got {dtype_name(own)}")
         if dtype not in (None, own, FP8):
-            expected = f"{dtype_name(own)}, the layer's own, or float8_e4m3fn"
+            expected = f"{dtype_name(own)}, the layer's own{', or float8_e4m3fn' * (own == torch.bfloat16)}"
             raise ValueError(f"SparseMLA: dtype must be {expected}, got {dtype_name(dtype)}")
         return PagedKVCache(
             layers, num_blocks, max_sequences, max_length, page_size=page_size, index_columns=self.indexer.head_dim,

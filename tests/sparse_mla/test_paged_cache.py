@@ -290,7 +290,7 @@ def test_errors_of_steps() -> None:
             cache.write(0, torch.zeros(1, 576).bfloat16())
 
 
-def test_failed_calls_keep_the_step() -> None:
+def test_failed_calls_change_nothing_but_those_that_should_begin_a_step_end_the_last() -> None:
     cache = make_small(num_blocks=8)
     a, b = cache.add(), cache.add()
     cache.prefill([a], [5])
@@ -304,17 +304,27 @@ def test_failed_calls_keep_the_step() -> None:
         (lambda: cache.evict(a, 0), "pages must be a list of int, got 0"),  # type: ignore[arg-type]
         (lambda: cache.evict(a, [0, "x"]), r"pages must be from 0 to 0, .*, got \[0, 'x'\]"),  # type: ignore[list-item]
         (lambda: cache.evict(a, [0, 0.5]), r"pages must be from 0 to 0, .*, got \[0, 0\.5\]"),  # type: ignore[list-item]
-        (lambda: cache.prefill([b], [True]), "one positive int for each sequence"),
-        (lambda: cache.decode([b], True), "decode takes 1 to 6 tokens of each sequence, got True"),
     ]
     for call, message in bad:
         with pytest.raises(ValueError, match=f"PagedKVCache: .*{message}"):
             call()
         assert cache.step is step
         assert (cache.blocks(a), cache.length(a), cache.free_blocks) == (blocks, 5, 6)
-    with pytest.raises(ValueError, match=r"there is no sequence \[1\]"):
-        cache.prefill([[b]], [3])  # type: ignore[list-item]
-    assert (cache.length(b), cache.free_blocks) == (0, 6)
+    bad = [
+        (lambda: cache.prefill([b], [True]), "one positive int for each sequence"),
+        (lambda: cache.prefill([[b]], [3]), r"there is no sequence \[1\]"),  # type: ignore[list-item]
+        (lambda: cache.prefill([a], [2**20]), "more exceed max_length"),
+        (lambda: cache.decode([b], True), "decode takes 1 to 6 tokens of each sequence, got True"),
+        (lambda: cache.decode([]), "decode takes 1 to max_sequences=.* sequences, got 0"),
+        (lambda: cache.decode([9]), "there is no sequence 9"),
+    ]
+    for call, message in bad:
+        with pytest.raises(ValueError, match=f"PagedKVCache: .*{message}"):
+            call()
+        with pytest.raises(ValueError, match=r"no step was begun: .* or a call failed"):
+            _ = cache.step
+        assert (cache.blocks(a), cache.length(a), cache.length(b), cache.free_blocks) == (blocks, 5, 0, 6)
+        cache.decode([None])  # a step for the next call to end
 
 
 def test_no_step_after_a_full_cache() -> None:

@@ -271,8 +271,13 @@ def test_a_cache_in_fp8_is_for_layers_in_bf16() -> None:
         message = f"SparseMLA: dtype may be float8_e4m3fn in bfloat16 layers only, got {dtype}"
         with pytest.raises(ValueError, match=message.replace("torch.", "")):
             make_cache(make_layer(dtype), dtype=FP8)
-    with pytest.raises(ValueError, match="SparseMLA: dtype must be float32, the layer's own, or float8_e4m3fn, got bf"):
-        make_cache(make_layer(torch.float32), dtype=torch.bfloat16)
+    for own, of_cache, also in (
+        (torch.float32, torch.bfloat16, ""),
+        (torch.bfloat16, torch.float32, ", or float8_e4m3fn"),
+    ):
+        message = f"SparseMLA: dtype must be {own}, the layer's own{also}, got {of_cache}".replace("torch.", "")
+        with pytest.raises(ValueError, match=message):
+            make_cache(make_layer(own), dtype=of_cache)
     with autocast():
         assert make_cache(make_layer(torch.float32), dtype=FP8).dtype == FP8
 
