@@ -77,7 +77,7 @@ def test_batched_gradients() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_reaches_the_backward() -> None:
     tensors, ids, p = make_inputs(1)
     given = []
 
@@ -129,8 +129,7 @@ class PassesOverLists(TorchDispatchMode):
 
 @pytest.mark.parametrize(("indexer_loss", "columns"), [("forward", COLUMNS), ("deferred", COLUMNS), ("deferred", {})])
 def test_a_step_makes_no_pass_over_lists(indexer_loss: Any, columns: dict[str, int]) -> None:
-    """Where all queries are in one form: expanded in columns that sparse_mha takes, and otherwise absorbed. At 8192
-    tokens and 16 heads, each copy of the ids or of the scores' gradient takes 0.5 % of a step."""
+    """Where all queries are in one form: expanded in columns that sparse_mha takes, and otherwise absorbed."""
     topk, seq = 7, 101  # prime numbers: no other tensor has so many elements
     layer, x = make_layer(**columns, topk=topk, indexer_loss=indexer_loss), make_input(1, seq)
     with PassesOverLists(seq * topk) as passes:
