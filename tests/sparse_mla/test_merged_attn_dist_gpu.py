@@ -47,6 +47,12 @@ def check(inputs: Inputs, **options: Any) -> Tensor:
     return dist
 
 
+def in_order(indices: Tensor) -> Tensor:
+    """Lists with their padding behind their ids, which ascend."""
+    ids = torch.where(indices < 0, KEYS, indices).sort(-1).values
+    return torch.where(ids == KEYS, -1, ids)
+
+
 def microseconds_of_runs(inputs: Inputs, **options: Any) -> float:
     """Time of the kernel of merged runs in a call: about one if there are none."""
     lse = lse_of(inputs)
@@ -124,6 +130,29 @@ def test_numbers_that_are_not_finite_stay_with_their_queries(value: float, heads
     elsewhere[:, 5] = False
     assert 1 < int((~elsewhere).any(-1).sum()) < QUERIES
     assert torch.equal(dist[elsewhere], expected[elsewhere])
+
+
+@heads_that_merge
+def test_keys_that_nobody_lists(heads: int) -> None:
+    """They do not matter. Key 0 is among them, which is copied where a tile has fewer than 64 keys."""
+    inputs = inputs_of("drift", heads)
+    inputs.indices = in_order(torch.where(inputs.indices % 64 == 0, -1, inputs.indices))
+    lse = lse_of(inputs)
+    expected = OP(inputs.q, inputs.kv, inputs.indices, lse, causal=False)
+    assert microseconds_of_runs(inputs, causal=False) > 10
+    inputs.kv[0, ::64] = torch.nan
+    assert torch.equal(OP(inputs.q, inputs.kv, inputs.indices, lse, causal=False), expected)
+
+
+@heads_that_merge
+@pytest.mark.parametrize("s_kv", [0, 1])
+def test_hardly_any_keys(s_kv: int, heads: int) -> None:
+    inputs = make_inputs(1, QUERIES, s_kv, heads, 1, 1, device=DEVICE)
+    inputs.indices = torch.full((1, QUERIES, 1, SLOTS), -1, dtype=torch.int32, device=DEVICE)
+    inputs.indices[..., 0] = 0
+    dist = check(inputs, causal=False)
+    assert (dist[..., 0] > 0).all() == (s_kv == 1)
+    assert not dist[..., 1:].any()
 
 
 @heads_that_merge

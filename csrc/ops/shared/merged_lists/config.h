@@ -38,7 +38,7 @@ constexpr bool are_merged(int heads, int64_t groups, int64_t batch, int64_t seq_
   constexpr int64_t kFewestSlots = 1 << 18, kFewestSlotsPerKey = 16;
   const int64_t slots = batch * seq_q * groups * topk, keys = batch * seq_kv * groups;
   const int group_heads = static_cast<int>(heads / groups);
-  return group_heads >= 1 && group_heads <= kMaxGroupHeads && seq_q >= queries_of_run(group_heads) &&
+  return group_heads >= 1 && group_heads <= kMaxGroupHeads && seq_q >= queries_of_run(group_heads) && seq_kv > 0 &&
          seq_kv < kIdMask && slots >= std::max(kFewestSlots, kFewestSlotsPerKey * keys);
 }
 

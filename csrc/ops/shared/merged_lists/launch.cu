@@ -25,7 +25,7 @@ const char* merge(const Problem& p, const Lists& lists, const Conditions& condit
   const auto stream = static_cast<cudaStream_t>(s);
   const char* error = conditions.in_order ? launch_merge<true>(p, lists, conditions, stream)
                                           : launch_merge<false>(p, lists, conditions, stream);
-  if (error == nullptr && conditions.finite && p.seq_kv > 0) {
+  if (error == nullptr && conditions.finite) {
     const int64_t runs = runs_of_sequence(p.seq_q, lists.queries) * p.groups;
     const int64_t first_b = lists.first_run / runs, last_b = (int64_t{lists.first_run} + lists.runs - 1) / runs;
     const int64_t blocks = (last_b - first_b + 1) * p.groups * ((p.seq_kv + 31) / 32);
