@@ -166,13 +166,13 @@ def _attend(
     kv = torch.cat([latent, k_rope], dim=-1)[:, :, None]
 
     trains = options.train_indexer and torch.is_grad_enabled() and ids is None
-    tensors = None
+    tensors = replayed = None
     if ids is None:
         with torch.set_grad_enabled(trains):
             tensors = _indexer_tensors(
                 layer.indexer, x.detach(), q_resid.detach(), (cos, sin), interleaved_indexer, cache
             )
-        ids = options.replayed.get(layer.layer_idx)
+        ids = replayed = options.replayed.get(layer.layer_idx)
         if ids is None:
             topk = min(layer.indexer.index_topk, kv.shape[1])
             ids = select_keys(tensors, bounds.starts, bounds.ends, topk, options.indexer)
@@ -203,8 +203,9 @@ def _attend(
     if tensors is not None and p is not None:
         if isinstance(layer.kv_b_proj.weight, DTensor):  # heads are split over ranks
             torch.distributed.all_reduce(p, group=layer.kv_b_proj.weight.device_mesh.get_group())
-        is_visible = (ids >= bounds.starts[..., None]) & (ids < bounds.ends[..., None])
-        counts: Any = {"valid": is_visible, "row_weights": bounds.counts.to(p.dtype)}
+        # Selected ids are within the bounds; replayed ones need not be.
+        inside = None if replayed is None else (ids >= bounds.starts[..., None]) & (ids < bounds.ends[..., None])
+        counts: Any = {"valid": inside, "row_weights": bounds.counts.to(p.dtype)}
         loss = loss_of_keys(tensors, ids, p, **counts, deterministic=options.deterministic)
         if is_first:
             options.losses[layer.layer_idx] = loss
