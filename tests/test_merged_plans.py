@@ -40,7 +40,7 @@ def test_which_forward_calls_merge_lists(host_functions: ModuleType) -> None:
     assert [keys for keys in (131072, 131073) if merges(keys=keys)] == [131072]
     assert [keys for keys in (2**16, 2**16 + 1) if merges(batch=2, queries=2048, keys=keys)] == [2**16]
     assert not merges(batch=4096, queries=1), "queries have no neighbors"
-    assert not merges(keys=0), "there is nothing to merge"
+    assert [keys for keys in (0, 1) if merges(keys=keys)] == [1], "without keys there is nothing to merge"
     assert not merges(queries=2**20, keys=2**24), "ids have no room beside the queries"
 
 

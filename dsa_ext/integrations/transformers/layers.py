@@ -203,7 +203,7 @@ def _attend(
     if tensors is not None and p is not None:
         if isinstance(layer.kv_b_proj.weight, DTensor):  # heads are split over ranks
             torch.distributed.all_reduce(p, group=layer.kv_b_proj.weight.device_mesh.get_group())
-        # Selected ids are within the bounds; replayed ones need not be.
+        # Selected ids are within the bounds or -1; replayed ones may be any.
         inside = None if replayed is None else (ids >= bounds.starts[..., None]) & (ids < bounds.ends[..., None])
         counts: Any = {"valid": inside, "row_weights": bounds.counts.to(p.dtype)}
         loss = loss_of_keys(tensors, ids, p, **counts, deterministic=options.deterministic)

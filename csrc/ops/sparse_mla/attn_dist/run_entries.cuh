@@ -27,8 +27,8 @@ struct RunConfig {
   // A tile's lists are written when its first part has a stage. By then the score warpgroup that read the lists of
   // tiles() + 2 tiles before has begun to release its next tile, so that these loads have returned.
   constexpr int listed_slots() const { return tiles() + 2; }
-  // Entries of a tile t + kTilesAhead are loaded when t - 1 has all stages but its last, which t - 1 - tiles() has
-  // released: after listed_full of that tile, which warps signal when they have read its entries.
+  // When the entries of a tile t + kTilesAhead are loaded, tile t - 1 has all stages but its last. The tile that had
+  // them before, t - 1 - tiles(), has been listed then, for which all warps have read its entries.
   constexpr int entry_slots() const { return kTilesAhead + tiles() + 1; }
 };
 

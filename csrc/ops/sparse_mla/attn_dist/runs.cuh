@@ -16,7 +16,7 @@
 // warpgroup waits first, is signaled when all stages of the tile have been released by those who had them before.
 //
 // Entries come by TMA, which signals entries_full: loads to registers would return after the keys that the thread has
-// copied before them, so that less than two tiles would be under way.
+// copied before them, so that fewer than two tiles would be under way.
 //
 // Q in registers leaves shared memory to the keys: with Q there too, the ring would be too short to hide the latency of
 // the gather, and products would read twice as much.
