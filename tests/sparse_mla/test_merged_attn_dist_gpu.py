@@ -7,7 +7,7 @@ import pytest
 import torch
 from sparse_mla_gpu_inputs import DEVICE, make_bounds
 from streams import written_late
-from test_merged_forward_gpu import KEYS, QUERIES, SLOTS, heads_that_merge, inputs_of
+from test_merged_forward_gpu import KEYS, QUERIES, SLOTS, heads_that_merge, inputs_of, inputs_of_key_0
 from test_merged_lists_gpu import lists
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -147,10 +147,7 @@ def test_keys_that_nobody_lists(heads: int) -> None:
 @heads_that_merge
 @pytest.mark.parametrize("s_kv", [0, 1])
 def test_hardly_any_keys(s_kv: int, heads: int) -> None:
-    inputs = make_inputs(1, QUERIES, s_kv, heads, 1, 1, device=DEVICE)
-    inputs.indices = torch.full((1, QUERIES, 1, SLOTS), -1, dtype=torch.int32, device=DEVICE)
-    inputs.indices[..., 0] = 0
-    dist = check(inputs, causal=False)
+    dist = check(inputs_of_key_0(s_kv, heads, 0), causal=False)
     assert (dist[..., 0] > 0).all() == (s_kv == 1)
     assert not dist[..., 1:].any()
 

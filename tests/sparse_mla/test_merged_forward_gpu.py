@@ -79,13 +79,18 @@ def test_keys_that_nobody_lists(value: float, heads: int) -> None:
         assert torch.equal(a, b)
 
 
+def inputs_of_key_0(s_kv: int, heads: int, slot: int) -> Inputs:
+    """Lists with nothing but key 0, in slot `slot`."""
+    inputs = make_inputs(1, QUERIES, s_kv, heads, 1, 1, device=DEVICE)
+    inputs.indices = torch.full((1, QUERIES, 1, SLOTS), -1, dtype=torch.int32, device=DEVICE)
+    inputs.indices[..., slot] = 0
+    return inputs
+
+
 @heads_that_merge
 @pytest.mark.parametrize("s_kv", [0, 1])
 def test_hardly_any_keys(s_kv: int, heads: int) -> None:
-    inputs = make_inputs(1, QUERIES, s_kv, heads, 1, 1, device=DEVICE)
-    inputs.indices = torch.full((1, QUERIES, 1, SLOTS), -1, dtype=torch.int32, device=DEVICE)
-    inputs.indices[..., 3] = 0
-    lse = check(inputs, causal=False)[1]
+    lse = check(inputs_of_key_0(s_kv, heads, 3), causal=False)[1]
     assert lse.isneginf().all() == (s_kv == 0)
 
 
