@@ -15,6 +15,11 @@ LONG = {"q": {2: 2**16}, "q2k_num": {2: 2**10}, "q2k_index": {2: 2**10, 3: 2**20
 CASES: list[tuple[str, dict[str, dict[int, int]], str]] = [
     ("sparse_mla_fwd", {"kv": {1: 2**31}}, f"kv must have sizes below 2^31, got bfloat16 [1, {2**31}, 1, 576]"),
     ("sparse_mla_fwd", {"q": {1: ROWS}, "indices": {1: ROWS}}, f"{LISTS} [1, {ROWS}, 1, 24]"),
+    (
+        "sparse_mla_bwd",
+        {name: {2: 2**21} for name in ("dout", "q", "kv", "out", "lse", "indices", "dlse")},
+        f"kv's groups times d_qk must be less than 2^30, got {2**21} * 576",
+    ),
     ("indexer_scores", {name: {0: ROWS} for name in ("q", "weights", "indices")}, f"{LISTS} [{ROWS}, 30]"),
     ("topk_select", {"logits": {1: MANY}}, f"logits {POSITIONS} columns, got float32 [9, {MANY}]"),
     ("indexer_loss", {"scores": {1: MANY}, "p": {1: MANY}}, f"scores {POSITIONS} columns, got float32 [9, {MANY}]"),

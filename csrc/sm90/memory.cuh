@@ -58,15 +58,15 @@ __device__ __forceinline__ void store_shared(uint32_t address, int value) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// red.global.add.v4.f32, predicated on `wanted`
-__device__ __forceinline__ void add_to_global(float* g_sum, bool wanted, float a, float b, float c, float d) {
+// red.global.add.v4.f32, unless `id` is negative
+__device__ __forceinline__ void add_to_global(float* g_sum, int id, float a, float b, float c, float d) {
   asm volatile(
       "{\n"
       ".reg .pred wanted;\n"
-      "setp.ne.s32 wanted, %1, 0;\n"
+      "setp.ge.s32 wanted, %1, 0;\n"
       "@wanted red.global.add.v4.f32 [%0], {%2, %3, %4, %5};\n"
       "}\n" ::"l"(g_sum),
-      "r"(static_cast<int>(wanted)), "f"(a), "f"(b), "f"(c), "f"(d)
+      "r"(id), "f"(a), "f"(b), "f"(c), "f"(d)
       : "memory");
 }
 

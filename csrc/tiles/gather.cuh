@@ -46,7 +46,7 @@ struct GatherRows {
   // Rows that are `row_bytes` apart; `g_first` points to this thread's piece of row 0.
   __device__ __forceinline__ GatherRows(const char* g_first, uint32_t row_bytes, const int (&ids)[kGatherRowsPerThread],
                                         VisibleIds visible_ids)
-      : GatherRows([=](int id) { return g_first + static_cast<uint64_t>(id) * row_bytes; }, ids, visible_ids) {}
+      : GatherRows([=](unsigned id) { return g_first + uint64_t{id} * row_bytes; }, ids, visible_ids) {}
 
   // Copies chunks [kBegin, kEnd) of 64 columns; `shared` is this thread's piece of its first row in chunk kOrigin.
   template <int kOrigin, int kBegin, int kEnd>

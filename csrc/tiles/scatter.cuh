@@ -8,7 +8,6 @@
 
 #include "sm90/matrix_copy.cuh"
 #include "sm90/memory.cuh"
-#include "sm90/registers.cuh"
 
 namespace dsa::tiles {
 
@@ -28,20 +27,6 @@ __device__ __forceinline__ constexpr int stored_column(int place) {
   return eight * 8 + t * 2 + odd;
 }
 
-// Neighboring quads of lanes exchange accumulators of two groups of 16 columns: the lower quad gets the first group,
-// the higher quad the second.
-template <class Accumulator>
-__device__ __forceinline__ void swap_quads(Accumulator& r_sum, int lane) {
-  const bool higher = lane & 4;
-#pragma unroll
-  for (int i = 0; i < r_sum.size(); ++i) {
-    if (i & 8) continue;
-    const float swapped = __shfl_xor_sync(~0u, higher ? r_sum(i) : r_sum(i + 8), 4);
-    r_sum(i) = higher ? swapped : r_sum(i);
-    r_sum(i + 8) = higher ? r_sum(i + 8) : swapped;
-  }
-}
-
 // The ids of a warp's 16 rows, in registers; called by all lanes together. The shuffle completes the load before a
 // later arrival lets others overwrite the ids.
 struct RowIds {
@@ -55,43 +40,43 @@ struct RowIds {
 // Where a lane adds to one of its rows.
 struct SumRow {
   float* g_columns;
-  bool wanted;
+  int id;  // of the row's key, -1 for none
 };
 
-// The i-th of a lane's four rows, of the warp's 16. The row of key `id` begins id * stride elements after g_first; an
-// id of -1 means no key.
+// The i-th of a lane's four rows, of the warp's 16. The row of key `id` begins id * row_bytes after g_first.
 template <class Ids>
-__device__ __forceinline__ SumRow sum_row(float* g_first, uint32_t stride, const Ids& warp_ids, int i, int lane) {
+__device__ __forceinline__ SumRow sum_row(float* g_first, uint32_t row_bytes, const Ids& warp_ids, int i, int lane) {
   const int id = warp_ids[lane / 8 * 2 + i % 2 + i / 2 * 8];
-  return {g_first + lane % 8 * 4 + static_cast<int64_t>(id) * stride, id >= 0};
+  char* const g_columns = reinterpret_cast<char*>(g_first + lane % 8 * 4);
+  return {reinterpret_cast<float*>(g_columns + uint64_t{static_cast<unsigned>(id)} * row_bytes), id};
 }
 
-// All four rows, computed in advance: with one address register each row would wait until the additions before are
-// issued. Costs eight registers.
-class HeldRows {
-  SumRow rows_[4];
-
- public:
-  template <class RowOf>
-  __device__ __forceinline__ explicit HeldRows(const RowOf& row_of)
-      : rows_{row_of(0), row_of(1), row_of(2), row_of(3)} {
-    hold(rows_[0].g_columns, rows_[1].g_columns, rows_[2].g_columns, rows_[3].g_columns);
-  }
-  __device__ __forceinline__ const SumRow& operator()(int i) const { return rows_[i]; }
-};
-
 // Adds to row_of(0..3). Two quads of lanes share their rows, so that together they add to whole cache lines: L2 accepts
-// those at a higher rate than partial lines.
+// those at a higher rate than partial lines. So of each two groups of 16 columns the lower quad gets the first and the
+// higher quad the second, of both quads' rows. Sums to add are new values: in place of the accumulators, they would be
+// copied to the consecutive registers of an addition.
 template <class RowOf, class Accumulator>
-__device__ __forceinline__ void add_rows(const RowOf& row_of, Accumulator& r_sum, int lane) {
-  swap_quads(r_sum, lane);
+__device__ __forceinline__ void add_rows(const RowOf& row_of, const Accumulator& r_sum, int lane) {
+  constexpr int kInQuad[4] = {0, 1, 4, 5};  // those of a row among a group's eight accumulators
+  const bool higher = lane & 4;
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const SumRow row = row_of(n);
+  for (int half = 0; half < 2; ++half) {
+    const SumRow rows[2] = {row_of(2 * half), row_of(2 * half + 1)};  // the lower and the higher quad's
 #pragma unroll
-    for (int i = n / 2 * 2 + n % 2 * 8; i < r_sum.size(); i += 16) {
-      add_to_global(row.g_columns + i / 16 * kScatterColumns, row.wanted, r_sum(i), r_sum(i + 1), r_sum(i + 4),
-                    r_sum(i + 5));
+    for (int i = 2 * half; i < r_sum.size(); i += 16) {
+      float sums[2][4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float first = r_sum(i + kInQuad[k]), second = r_sum(i + kInQuad[k] + 8);
+        const float received = __shfl_xor_sync(~0u, higher ? first : second, 4);
+        sums[0][k] = higher ? received : first;
+        sums[1][k] = higher ? second : received;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        add_to_global(rows[r].g_columns + i / 16 * kScatterColumns, rows[r].id, sums[r][0], sums[r][1], sums[r][2],
+                      sums[r][3]);
+      }
     }
   }
 }

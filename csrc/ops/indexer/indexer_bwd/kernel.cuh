@@ -172,8 +172,8 @@ __device__ __forceinline__ void add_to_keys(SharedStorage<kColumns, kHeads>& sha
       Bf16* g_rows = static_cast<Bf16*>(p.dk.rows) + chunk.first_row * kColumns + column;
       store_rows(g_rows, kColumns, chunk.ids, chunk.r_sum, lane);
     } else {
-      const auto row_of = [&](int i) { return sum_row(p.dk.sums + column, kColumns, chunk.ids, i, lane); };
-      add_rows(HeldRows(row_of), chunk.r_sum, lane);
+      constexpr uint32_t kRowBytes = kColumns * sizeof(float);
+      add_rows([&](int i) { return sum_row(p.dk.sums + column, kRowBytes, chunk.ids, i, lane); }, chunk.r_sum, lane);
     }
   };
   const auto add_even = [&] { add(even, 0); };

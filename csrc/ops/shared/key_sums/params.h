@@ -1,7 +1,7 @@
 // Scatter-add into rows of keys, with a bf16 result: common to the gradients of keys that lists of ids select. No
 // torch, no CUDA headers.
 //
-// By default, kernels add to fp32 sums in any order (sm90/scatter.cuh, add_rows). In a deterministic call they store
+// By default, kernels add to fp32 sums in any order (tiles/scatter.cuh, add_rows). In a deterministic call they store
 // each slot's addend as a row of its own (store_rows), for as many slots as there is room for; the slots are then
 // sorted by key, and each key's rows are added up in slot order, segments of them in parallel.
 #pragma once

@@ -155,8 +155,7 @@ struct TileEntries {
       const int row = gather_row(thread) + i * kGatherRowStep;
       ids[i] = row < left ? shared.entries[ring.slot][row] & merged_lists::kIdMask : 0;
     }
-    return GatherRows([=](unsigned id) { return g_keys + uint64_t{id} * row_bytes; }, ids,
-                      {0, merged_lists::kIdMask + 1});
+    return {g_keys, row_bytes, ids, {0, merged_lists::kIdMask + 1}};
   }
 };
 

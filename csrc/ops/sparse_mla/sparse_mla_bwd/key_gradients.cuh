@@ -49,7 +49,8 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
     if constexpr (kDeterministic) {
       store_rows(g_rows + column, kC.d_qk, warp_ids, r_dkv, lane);
     } else {
-      const auto row_of = [&](int i) { return sum_row(g_sums + column, p.groups * kC.d_qk, warp_ids, i, lane); };
+      const uint32_t row_bytes = p.groups * kC.d_qk * sizeof(float);
+      const auto row_of = [&](int i) { return sum_row(g_sums + column, row_bytes, warp_ids, i, lane); };
       add_rows(row_of, r_dkv, lane);
     }
   }

@@ -168,7 +168,7 @@ __device__ __forceinline__ void score_pair(PairStorage<kQk>& shared, const Param
     for (int i = 0; i < size(r_s); ++i) {
       const RowFactors& factors = rows[i / 2 % 2];
       r_s(i) = exp2_fast(fmaf(r_s(i), scale_log2, factors.base));
-      r_dp(i) = r_s(i) * fmaf(r_dp(i) * factors.share, p.sm_scale, factors.offset);
+      r_dp(i) = r_s(i) * fmaf(r_dp(i), factors.slope, factors.offset);
       r_s(i) *= factors.share;
     }
     if (heads < kBlockHeads) {
@@ -269,10 +269,11 @@ __device__ __forceinline__ void add_pair(PairStorage<kQk>& shared, const Params&
         for (int r = 0; r < 2; ++r) {
           const int id = warp_ids[lane / 4 + 8 * r];
           float* g_row = place.g_sums + int64_t{id} * (p.groups * kQk) + 512 + rank * 32 + half * 16 + lane % 4 * 4;
-          add_to_global(g_row, id >= 0, r_tail(2 * r), r_tail(2 * r + 1), r_tail(2 * r + 4), r_tail(2 * r + 5));
+          add_to_global(g_row, id, r_tail(2 * r), r_tail(2 * r + 1), r_tail(2 * r + 4), r_tail(2 * r + 5));
         }
       }
-      const auto row_of = [&](int n) { return sum_row(place.g_sums + columns, p.groups * kQk, warp_ids, n, lane); };
+      const uint32_t row_bytes = p.groups * kQk * sizeof(float);
+      const auto row_of = [&](int n) { return sum_row(place.g_sums + columns, row_bytes, warp_ids, n, lane); };
       add_rows(row_of, r_dkv, lane);
     }
     if constexpr (kDist) {

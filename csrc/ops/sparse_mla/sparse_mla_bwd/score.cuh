@@ -40,10 +40,10 @@ struct OutputRow {
   }
 };
 
-// Per-row (per-head) factors: P = 2^(S * scale * log2 e + base) and dS = P * (dP * share * scale + offset); the value
-// part of dkv takes P * share. All are zero for a missing row.
+// Per-row (per-head) factors: P = 2^(S * scale * log2 e + base) and dS = P * (dP * slope + offset); the value part of
+// dkv takes P * share, and slope is share * scale. All are zero for a missing row.
 struct RowFactors {
-  float base = 0.f, share = 0.f, offset = 0.f;
+  float base = 0.f, share = 0.f, slope = 0.f, offset = 0.f;
 
   // Without the term sum(dO * O).
   template <class Item>
@@ -54,13 +54,14 @@ struct RowFactors {
     base = base_of_lse(lse);
     share =
         p.attn_sink == nullptr ? 1.f : share_after_sink(lse, p.attn_sink[item.head(p, tile_row) * p.attn_sink_stride]);
+    slope = share * p.sm_scale;
     offset = p.dlse != nullptr ? p.dlse[row] * p.sm_scale : 0.f;
   }
   template <class Item>
   __device__ __forceinline__ void subtract_output_dot(const Params& p, const Item& item, int tile_row, float dot,
                                                       int lane) {
     if (!item.has(p, tile_row)) return;
-    offset -= share * p.sm_scale * dot;
+    offset -= slope * dot;
     if (p.attn_sink != nullptr && lane % 4 == 0) p.sink_terms[item.row(p, tile_row)] = (share - 1.f) * dot;
   }
 };
@@ -184,7 +185,7 @@ __device__ __forceinline__ void score(SharedStorage<kC>& shared, const Params& p
 #pragma unroll
       for (int i = 0; i < size(r_s); ++i) {
         const RowFactors& row = rows[i / 2 % 2];
-        r_dp(i) = r_s(i) * fmaf(r_dp(i) * row.share, p.sm_scale, row.offset);
+        r_dp(i) = r_s(i) * fmaf(r_dp(i), row.slope, row.offset);
         r_s(i) *= row.share;
       }
       if constexpr (kC.merged) {

@@ -66,8 +66,7 @@ struct Feeder {
       };
       return GatherRows(address_of, ids, visible_ids);
     } else {
-      const uint32_t row_bytes = static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16));
-      return GatherRows([&](unsigned id) { return g_rows + uint64_t{id} * row_bytes; }, ids, visible_ids);
+      return GatherRows(g_rows, static_cast<uint32_t>(p.kv_stride_s * sizeof(Bf16)), ids, visible_ids);
     }
   }
 
