@@ -59,8 +59,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_mla_bwd(Tensor dout, Tensor q,
   check_like_forward("out", out, ScalarType::BFloat16, true);
   check_like_forward("lse", lse, ScalarType::Float, false);
   if (dlse) check_like_forward("dlse", *dlse, ScalarType::Float, false);
-  DSA_CHECK(groups * d_qk < int64_t{1} << 30, kOp, ": kv's groups times d_qk must be less than 2^30, got ", groups, " * ",
-            d_qk);
+  DSA_CHECK(groups * d_qk < int64_t{1} << 30, kOp, ": kv's groups times d_qk must be less than 2^30, got ", groups,
+            " * ", d_qk);
   const DeviceCall call(kOp, "q", q);
 
   // Gradients arrive in any layout, often expanded from one element.
