@@ -51,31 +51,40 @@ __device__ __forceinline__ SumRow sum_row(float* g_first, uint32_t row_bytes, co
   return {reinterpret_cast<float*>(g_columns + uint64_t{static_cast<unsigned>(id)} * row_bytes), id};
 }
 
-// Adds to row_of(0..3). Two quads of lanes share their rows, so that together they add to whole cache lines: L2 accepts
-// those at a higher rate than partial lines. So of each two groups of 16 columns the lower quad gets the first and the
-// higher quad the second, of both quads' rows. Sums to add are new values: in place of the accumulators, they would be
-// copied to the consecutive registers of an addition.
-template <class RowOf, class Accumulator>
+// Adds to row_of(0..3), kTogether pieces of 32 columns of a row before those of the next row; all pieces of a row
+// together are best where rows are not in L2.
+//
+// Two quads of lanes share their rows, so that together they add to whole cache lines: L2 accepts those at a higher
+// rate than partial lines. So of each two groups of 16 columns the lower quad gets the first and the higher quad the
+// second, of both quads' rows. What is added are new values: in place of the accumulators, they would be copied to the
+// consecutive registers of an addition.
+template <int kTogether, class RowOf, class Accumulator>
 __device__ __forceinline__ void add_rows(const RowOf& row_of, const Accumulator& r_sum, int lane) {
   constexpr int kInQuad[4] = {0, 1, 4, 5};  // those of a row among a group's eight accumulators
   const bool higher = lane & 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const SumRow rows[2] = {row_of(2 * half), row_of(2 * half + 1)};  // the lower and the higher quad's
+    const SumRow rows[2] = {row_of(2 * half), row_of(2 * half + 1)};  // of the lower and the higher quad
 #pragma unroll
-    for (int i = 2 * half; i < r_sum.size(); i += 16) {
-      float sums[2][4];
+    for (int piece = 0; piece < r_sum.size() / 16; piece += kTogether) {
+      float sums[2][kTogether][4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float first = r_sum(i + kInQuad[k]), second = r_sum(i + kInQuad[k] + 8);
-        const float received = __shfl_xor_sync(~0u, higher ? first : second, 4);
-        sums[0][k] = higher ? received : first;
-        sums[1][k] = higher ? second : received;
+      for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int at = 16 * (piece + i) + 2 * half + kInQuad[k];
+          const float received = __shfl_xor_sync(~0u, higher ? r_sum(at) : r_sum(at + 8), 4);
+          sums[0][i][k] = higher ? received : r_sum(at);
+          sums[1][i][k] = higher ? r_sum(at + 8) : received;
+        }
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        add_to_global(rows[r].g_columns + i / 16 * kScatterColumns, rows[r].id, sums[r][0], sums[r][1], sums[r][2],
-                      sums[r][3]);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          add_to_global(rows[r].g_columns + (piece + i) * kScatterColumns, rows[r].id, sums[r][i][0], sums[r][i][1],
+                        sums[r][i][2], sums[r][i][3]);
+        }
       }
     }
   }

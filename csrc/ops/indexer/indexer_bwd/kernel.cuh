@@ -173,7 +173,8 @@ __device__ __forceinline__ void add_to_keys(SharedStorage<kColumns, kHeads>& sha
       store_rows(g_rows, kColumns, chunk.ids, chunk.r_sum, lane);
     } else {
       constexpr uint32_t kRowBytes = kColumns * sizeof(float);
-      add_rows([&](int i) { return sum_row(p.dk.sums + column, kRowBytes, chunk.ids, i, lane); }, chunk.r_sum, lane);
+      const auto row_of = [&](int i) { return sum_row(p.dk.sums + column, kRowBytes, chunk.ids, i, lane); };
+      add_rows<kChunkColumns / kScatterColumns>(row_of, chunk.r_sum, lane);
     }
   };
   const auto add_even = [&] { add(even, 0); };

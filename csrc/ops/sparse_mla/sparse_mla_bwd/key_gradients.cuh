@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_key_gradients(SharedStorage<kC>& shared, con
     } else {
       const uint32_t row_bytes = p.groups * kC.d_qk * sizeof(float);
       const auto row_of = [&](int i) { return sum_row(g_sums + column, row_bytes, warp_ids, i, lane); };
-      add_rows(row_of, r_dkv, lane);
+      add_rows<kShare.step / kScatterColumns>(row_of, r_dkv, lane);
     }
   }
 }

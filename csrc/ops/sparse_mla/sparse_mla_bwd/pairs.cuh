@@ -274,7 +274,7 @@ __device__ __forceinline__ void add_pair(PairStorage<kQk>& shared, const Params&
       }
       const uint32_t row_bytes = p.groups * kQk * sizeof(float);
       const auto row_of = [&](int n) { return sum_row(place.g_sums + columns, row_bytes, warp_ids, n, lane); };
-      add_rows(row_of, r_dkv, lane);
+      add_rows<1>(row_of, r_dkv, lane);
     }
     if constexpr (kDist) {
       if (half == 0) sums.write(place, item.dist(p), j, warp, lane);
