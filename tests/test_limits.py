@@ -9,6 +9,7 @@ MANY, ROWS = 2**31 - 2**26 + 1, 2**30 + 1
 LISTS = "indices must have at most 2^30 rows of at most 2^29 slots, got int32"
 POSITIONS = "must have at most 2^31 - 2^26"
 SLOTS = "q2k_index must have at most 2^20 slots per row and 2^30 per head of k, got int32"
+GROUPS = 2**30 // 576 + 1
 LONG = {"q": {2: 2**16}, "q2k_num": {2: 2**10}, "q2k_index": {2: 2**10, 3: 2**20}}  # two heads for each of k
 
 # The operator, sizes of dimensions of its arguments, and the message without the operator's name.
@@ -17,8 +18,8 @@ CASES: list[tuple[str, dict[str, dict[int, int]], str]] = [
     ("sparse_mla_fwd", {"q": {1: ROWS}, "indices": {1: ROWS}}, f"{LISTS} [1, {ROWS}, 1, 24]"),
     (
         "sparse_mla_bwd",
-        {name: {2: 2**21} for name in ("dout", "q", "kv", "out", "lse", "indices", "dlse")},
-        f"kv's groups times d_qk must be less than 2^30, got {2**21} * 576",
+        {name: {2: GROUPS} for name in ("dout", "q", "kv", "out", "lse", "indices", "dlse")},
+        f"kv's groups times d_qk must be less than 2^30, got {GROUPS} * 576",
     ),
     ("indexer_scores", {name: {0: ROWS} for name in ("q", "weights", "indices")}, f"{LISTS} [{ROWS}, 30]"),
     ("topk_select", {"logits": {1: MANY}}, f"logits {POSITIONS} columns, got float32 [9, {MANY}]"),

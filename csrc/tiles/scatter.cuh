@@ -43,7 +43,8 @@ struct SumRow {
   int id;  // of the row's key, -1 for none
 };
 
-// The i-th of a lane's four rows, of the warp's 16. The row of key `id` begins id * row_bytes after g_first.
+// The i-th of a lane's four rows, of the warp's 16. The row of key `id` begins id * row_bytes bytes after g_first.
+// Where there is no key, the address has no meaning and is not used.
 template <class Ids>
 __device__ __forceinline__ SumRow sum_row(float* g_first, uint32_t row_bytes, const Ids& warp_ids, int i, int lane) {
   const int id = warp_ids[lane / 8 * 2 + i % 2 + i / 2 * 8];
@@ -56,17 +57,19 @@ __device__ __forceinline__ SumRow sum_row(float* g_first, uint32_t row_bytes, co
 //
 // Two quads of lanes share their rows, so that together they add to whole cache lines: L2 accepts those at a higher
 // rate than partial lines. So of each two groups of 16 columns the lower quad gets the first and the higher quad the
-// second, of both quads' rows. What is added are new values: in place of the accumulators, they would be copied to the
-// consecutive registers of an addition.
+// second, of both quads' rows. The results are new variables: in place of the accumulators, ptxas would copy them to
+// the four consecutive registers that an addition takes.
 template <int kTogether, class RowOf, class Accumulator>
 __device__ __forceinline__ void add_rows(const RowOf& row_of, const Accumulator& r_sum, int lane) {
+  constexpr int kPieces = decltype(r_sum.size())::value / 16;
+  static_assert(kTogether > 0 && kPieces % kTogether == 0);
   constexpr int kInQuad[4] = {0, 1, 4, 5};  // those of a row among a group's eight accumulators
   const bool higher = lane & 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const SumRow rows[2] = {row_of(2 * half), row_of(2 * half + 1)};  // of the lower and the higher quad
 #pragma unroll
-    for (int piece = 0; piece < r_sum.size() / 16; piece += kTogether) {
+    for (int piece = 0; piece < kPieces; piece += kTogether) {
       float sums[2][kTogether][4];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
